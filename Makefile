@@ -1,0 +1,69 @@
+# `make quickstart` and `make test` set everything up themselves; all they need is Python 3.11 or newer with pip.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+ARGS ?=
+
+# One thread a process: tests start several ranks, and more threads than cores only slow them down.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+PYTEST := $(BIN)/python -m pytest
+
+# Both ends of the supported range of transformers, each laid over .venv through PYTHONPATH.
+TRANSFORMERS_RANGE := 5.17.0 5.24.0
+OVERLAY := build/transformers
+# 5.17 wants huggingface_hub 1.x, and that wants httpx; .venv has their successors.
+OVERLAY_EXTRA_5.17.0 := huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9 certifi==2026.10.18
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test test-slow test-transformers-range lint types format clean
+
+help:  ## Show the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 28
+
+install: $(STAMP)  ## Set up .venv with the tested versions
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+quickstart: $(STAMP)  ## Train a tiny model on this machine (options in ARGS="...")
+	$(BIN)/lightning-verl quickstart $(ARGS)
+
+test: $(STAMP)  ## Run the tests, several ranks included, but the slow ones
+	$(PYTEST) -q -m "not slow and not real_model" $(ARGS)
+
+test-slow: $(STAMP)  ## Run the slow tests
+	$(PYTEST) -q -m "slow and not real_model" $(ARGS)
+
+test-transformers-range: $(TRANSFORMERS_RANGE:%=test-transformers-%)  ## Run the model tests on the oldest and newest transformers
+
+test-transformers-%: $(OVERLAY)-%/.installed
+	PYTHONPATH=$(CURDIR)/$(OVERLAY)-$* $(BIN)/python -c \
+		"import transformers; assert transformers.__version__ == '$*', transformers.__version__"
+	PYTHONPATH=$(CURDIR)/$(OVERLAY)-$* $(PYTEST) -q -m "not slow and not real_model" \
+		tests/models tests/parallel tests/rollout tests/testing $(ARGS)
+
+.PRECIOUS: $(OVERLAY)-%/.installed
+$(OVERLAY)-%/.installed: $(STAMP)
+	rm -rf $(@D)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) transformers==$* $(OVERLAY_EXTRA_$*)
+	touch $@
+
+lint: $(STAMP)  ## Check style and format
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(STAMP)  ## Check types
+	$(BIN)/mypy
+
+format: $(STAMP)  ## Apply style and format
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:  ## Remove what was built and .venv
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find lightning_verl tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,77 @@
+"""Cutting rows into micro-batches of bounded size, and spreading them over ranks. Plain integers, no tensors."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+
+def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Put rows into as few bins as first-fit-decreasing finds, each of at most ``budget`` tokens.
+
+    First-fit-decreasing needs at most 11/9 of the best number of bins, plus one (Johnson, 1973). The same input gives
+    the same bins on every rank.
+
+    Args:
+        lengths: Tokens of each row.
+        budget: Most tokens in a bin. A single row that is longer gets a bin of its own.
+
+    Returns:
+        The bins, the one with the longest row first; each lists its row numbers in ascending order. No rows: no bins.
+
+    Raises:
+        ValueError: ``budget`` is below 1 or a length is negative.
+    """
+    if budget < 1:
+        raise ValueError(
+            f"pack: budget={budget} tokens, but it must be at least 1; pass the most tokens a bin may hold."
+        )
+    bins: list[list[int]] = []
+    totals: list[int] = []
+    for row in _longest_first("pack", lengths):
+        fitting = (place for place, total in enumerate(totals) if total + lengths[row] <= budget)
+        place = next(fitting, len(bins))
+        if place == len(bins):
+            bins.append([])
+            totals.append(0)
+        bins[place].append(row)
+        totals[place] += lengths[row]
+    return [sorted(rows) for rows in bins]
+
+
+def balance(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Spread rows over ranks so that the ranks' token totals are close.
+
+    Longest row first, each to the rank with the fewest tokens so far: the largest total is at most 4/3 of the best
+    possible one (Graham, 1969). Ranks may get unequal numbers of rows, or none. The same input gives the same answer on
+    every rank.
+
+    Args:
+        lengths: Tokens of each row.
+        ranks: Number of ranks.
+
+    Returns:
+        For each rank its row numbers in ascending order.
+
+    Raises:
+        ValueError: ``ranks`` is below 1 or a length is negative.
+    """
+    if ranks < 1:
+        raise ValueError(f"balance: ranks={ranks}, but it must be at least 1; pass the size of the data axis.")
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    # (tokens, rows, rank): of equally loaded ranks the one with fewer rows is next, then the lower rank.
+    loads = [(0, 0, rank) for rank in range(ranks)]
+    for row in _longest_first("balance", lengths):
+        tokens, rows, rank = loads[0]
+        shares[rank].append(row)
+        heapq.heapreplace(loads, (tokens + lengths[row], rows + 1, rank))
+    return [sorted(rows) for rows in shares]
+
+
+def _longest_first(caller: str, lengths: Sequence[int]) -> list[int]:
+    for row, length in enumerate(lengths):
+        if length < 0:
+            raise ValueError(
+                f"{caller}: row {row} has length {length}, but lengths must be at least 0 tokens; fix that row."
+            )
+    return sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))

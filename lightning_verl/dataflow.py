@@ -1,0 +1,375 @@
+"""``HybridDataFlow``: which roles there are, what each makes of what, and how rows get from one to the next.
+
+=================  ===================================================  ==================================
+role               takes                                                makes
+=================  ===================================================  ==================================
+actor              ``PromptBatch``                                      ``RolloutBatch``, old log-probs
+reward             ids, texts and data fields of a ``RolloutBatch``     scores
+reference          ``RolloutBatch``                                     reference log-probs
+critic             ``RolloutBatch``                                     values
+critic, actor      a mini-batch of ``Experience``                       new weights
+=================  ===================================================  ==================================
+
+Rows lie with the data ranks of the actor; a role with another layout gets its share of them and gives its results back.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.optim import Optimizer
+from transformers import PreTrainedTokenizerBase
+
+from lightning_verl.algorithms.base import Loss
+from lightning_verl.algorithms.losses import Normalizer
+from lightning_verl.data.experience import Experience, PromptBatch, RolloutBatch, RowBatch
+from lightning_verl.data.packing import pack
+from lightning_verl.metrics import StepMetrics
+from lightning_verl.parallel.fsdp import reshard
+from lightning_verl.rewards.functions import Scores
+from lightning_verl.rewards.scores import join_scores
+from lightning_verl.roles.adapter import AdapterReference
+from lightning_verl.roles.base import deterministic
+from lightning_verl.rollout.batch import demonstrations, join_rollouts
+from lightning_verl.rollout.sampling import SamplingParams
+from lightning_verl.strategies.dispatch import Gate, RowExchange, gather_counts, share_from_first_tensor_rank
+from lightning_verl.strategies.hybrid import HybridStrategy
+from lightning_verl.strategies.layout import ROLES
+
+
+@dataclass
+class _Figures(RowBatch):
+    """One figure of each token ``[N, R]``, on its way back to the rows it belongs to."""
+
+    values: Tensor
+
+    def __len__(self) -> int:
+        return int(self.values.shape[0])
+
+
+@dataclass
+class _Scored(_Figures):
+    """Scores ``[N]`` and whether they count ``[N]``, on their way back."""
+
+    valid: Tensor
+
+
+class HybridDataFlow:
+    """The roles of a run, and the passes over them.
+
+    Args:
+        actor: The policy.
+        critic: The value model, for algorithms that need one.
+        reward: A reward model, functions or an ensemble.
+        reference: The policy that a KL penalty measures from. None with a LoRA actor: the actor as it was at step 0.
+        max_tokens_per_micro_batch: Tokens that one forward pass may hold on a rank; results do not depend on it.
+        max_grad_norm: Gradients are scaled down to this norm.
+        skip_special_tokens: Whether the text that rewards see is without special tokens; padding never is in it.
+
+    Raises:
+        TypeError: A module is not a LightningModule with the ``role`` that its place wants.
+        ValueError: A limit is not positive.
+    """
+
+    def __init__(
+        self,
+        actor: nn.Module,
+        critic: nn.Module | None = None,
+        reward: nn.Module | None = None,
+        reference: nn.Module | None = None,
+        *,
+        max_tokens_per_micro_batch: int = 16_384,
+        max_grad_norm: float = 1.0,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        given = {"actor": actor, "critic": critic, "reference": reference, "reward": reward}
+        self.modules: dict[str, nn.Module] = {name: module for name, module in given.items() if module is not None}
+        for name, module in self.modules.items():
+            if getattr(module, "role", None) != name:
+                raise TypeError(
+                    f"HybridDataFlow({name}=...) got {type(module).__name__} with role "
+                    f"{getattr(module, 'role', None)!r}; it takes "
+                    f"a LightningModule whose class attribute role is {name!r}."
+                )
+        for key, value in (
+            ("max_tokens_per_micro_batch", max_tokens_per_micro_batch),
+            ("max_grad_norm", max_grad_norm),
+        ):
+            if not value > 0:
+                raise ValueError(f"HybridDataFlow got {key}={value}; it must be above 0.")
+        self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
+        self.max_grad_norm = max_grad_norm
+        self.skip_special_tokens = skip_special_tokens
+        self.optimizers: dict[str, Optimizer] = {}
+        self.adapter_reference: AdapterReference | None = None
+        self._wrapped: dict[str, nn.Module] = {}
+        self._fabric: Fabric | None = None
+        self._max_response_length: int | None = None
+
+    # ---- set-up ------------------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The actor's tokenizer."""
+        return self.modules["actor"].require_tokenizer()  # type: ignore[operator,no-any-return]
+
+    @property
+    def fabric(self) -> Fabric:
+        """The Fabric that the roles were set up with; RuntimeError before ``setup``."""
+        if self._fabric is None:
+            raise RuntimeError("HybridDataFlow is not set up; call dataflow.setup(fabric) after fabric.launch().")
+        return self._fabric
+
+    @property
+    def strategy(self) -> HybridStrategy:
+        """The strategy that owns the layouts."""
+        return self.fabric.strategy  # type: ignore[return-value]
+
+    def setup(self, fabric: Fabric) -> None:
+        """Create groups and set up every role; the second call with the same Fabric does nothing.
+
+        Raises:
+            TypeError: The Fabric has another strategy.
+        """
+        if self._fabric is fabric:
+            return
+        if not isinstance(fabric.strategy, HybridStrategy):
+            raise TypeError(
+                "HybridDataFlow needs Fabric(strategy=HybridStrategy(...)) or strategy='hybrid', got "
+                f"{type(fabric.strategy).__name__}."
+            )
+        self._fabric = fabric
+        fabric.call("on_groups_setup", strategy=fabric.strategy)
+        for role in ROLES:
+            if role in self.modules:
+                self._wrapped[role] = fabric.setup_module(self.modules[role])
+        self.metrics = StepMetrics(fabric.device)
+        self.gate = Gate(self.strategy)
+        self._exchange = RowExchange(self.strategy)
+        actor = self.modules["actor"]
+        if "reference" not in self.modules and getattr(actor, "has_adapter", False):
+            self.adapter_reference = AdapterReference(actor)
+
+    def setup_optimizers(self, learning_rates: Mapping[str, float] | None = None) -> None:
+        """Make a new optimizer for each trainable role, from its ``configure_optimizers``.
+
+        Args:
+            learning_rates: Learning rates by role that take the place of the roles' own.
+
+        Raises:
+            TypeError: ``configure_optimizers`` gave something else than one optimizer.
+        """
+        for role, module in self.modules.items():
+            if not getattr(module, "trainable", True):
+                continue
+            optimizer = module.configure_optimizers()  # type: ignore[operator]
+            if not isinstance(optimizer, Optimizer):
+                raise TypeError(
+                    f"{type(module).__name__}.configure_optimizers returned {type(optimizer).__name__}; return one "
+                    "optimizer "
+                    "(RLTrainer(warmup_steps=...) is the schedule)."
+                )
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] = (learning_rates or {}).get(role, group["lr"])
+            self.optimizers[role] = cast(Optimizer, self.fabric.setup_optimizers(optimizer))
+
+    def get_actor_for_rollout(self, tp_size: int | None = None) -> AbstractContextManager[Any]:
+        """The actor in its rollout layout: a context manager that yields its engine.
+
+        Raises:
+            ValueError: The strategy's layout has another number of tensor ranks.
+        """
+        _check_layout("get_actor_for_rollout", "tp_size", tp_size, self.strategy.layout("actor").tensor)
+        return self.strategy.rollout(self.modules["actor"])
+
+    def get_actor_for_update(self, dp_size: int | None = None) -> AbstractContextManager[nn.Module]:
+        """The actor in its update layout: a context manager that yields it.
+
+        Raises:
+            ValueError: The strategy's layout has another number of shards.
+        """
+        _check_layout("get_actor_for_update", "dp_size", dp_size, self.strategy.layout("actor").shards)
+        return self.strategy.update(self._wrapped["actor"])
+
+    def call(self, hook: str, **arguments: Any) -> None:
+        """Call a hook of Fabric's callbacks."""
+        self.fabric.call(hook, **arguments)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the actor as a Hugging Face folder with its tokenizer; with LoRA, the adapter (a collective call)."""
+        actor: Any = self.modules["actor"]
+        reshard(actor)
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(actor.model, options=options)
+        if self.strategy.is_global_zero:
+            actor.save_pretrained(folder, state)
+        self.strategy.barrier()
+
+    # ---- passes ------------------------------------------------------------------------------------------------------
+
+    def rollout(self, prompts: PromptBatch, sampling: SamplingParams, step: int) -> RolloutBatch:
+        """Sample responses from the actor (a collective call).
+
+        Args:
+            prompts: This rank's prompts; the ranks of one tensor axis have the same.
+            sampling: How to sample.
+            step: The training step, for the seeds.
+        """
+        self._max_response_length = sampling.max_new_tokens
+        with self.strategy.rollout(self.modules["actor"]) as engine:
+            rollouts = engine.generate(prompts, sampling, step=step)
+        return join_rollouts(prompts, rollouts, self.tokenizer, sampling, self.skip_special_tokens)
+
+    def demonstrations(self, prompts: PromptBatch, field: str) -> RolloutBatch:
+        """Take responses from a field of the data instead of sampling them."""
+        return demonstrations(prompts, field, self.tokenizer).to(self.fabric.device)
+
+    def score(self, batch: RolloutBatch) -> Experience:
+        """Let the reward role score a batch (a collective call).
+
+        A model scores on its own layout. Functions run once for each row, on the first rank of its tensor axis.
+
+        Raises:
+            AgreedError: A reward failed on some rank; raised on every rank, before any weight changes.
+        """
+        reward = self.modules["reward"]
+        has_weights = next(reward.parameters(), None) is not None
+        role = "reward" if has_weights else "actor"
+        rows, counts = self._exchange.there(batch, "actor", role)
+        scores, error = None, None
+        try:
+            if has_weights:
+                scores = self._score_in_micro_batches(reward, rows)
+            elif self.strategy.tensor_rank(role) == 0:
+                scores = join_scores([reward.score(rows)])  # type: ignore[operator]
+        except Exception as problem:  # raised again by the gate, on every rank, so that none waits for this one
+            error = problem
+        waited = self.gate.meet("the reward phase", error)
+        scores = share_from_first_tensor_rank(scores, self.strategy, role)
+        self._record_scores(scores, waited, counts=self.strategy.tensor_rank(role) == 0)
+        back = self._exchange.back(_Scored(scores.values, scores.valid), counts, "actor", role)
+        return Experience(batch, back.values.to(self.fabric.device), back.valid.to(self.fabric.device))
+
+    def logprobs(self, batch: RolloutBatch) -> Tensor:
+        """The actor's log-probs of the responses at its weights now, ``[N, R]`` (a collective call)."""
+        return self._forward("actor", batch, lambda actor, rows: actor(rows, rows.temperature)[0])
+
+    def reference_logprobs(self, batch: RolloutBatch) -> Tensor:
+        """The reference's log-probs of the responses, ``[N, R]`` (a collective call)."""
+        if "reference" in self.modules:
+            return self._forward("reference", batch, lambda model, rows: model(rows, rows.temperature)[0])
+        if self.adapter_reference is None:
+            raise RuntimeError(
+                "HybridDataFlow has no reference; pass reference=Reference(...) or give the actor a LoRA adapter."
+            )
+        with self.adapter_reference.in_place():
+            return self.logprobs(batch)
+
+    def values(self, batch: RolloutBatch) -> Tensor:
+        """The critic's values, ``[N, R]`` (a collective call)."""
+        return self._forward("critic", batch, lambda critic, rows: critic(rows))
+
+    def train(self, role: str, experience: Experience, loss: Loss) -> None:
+        """Take one optimizer step of a role on a mini-batch (a collective call).
+
+        The mini-batch is cut into micro-batches of at most ``max_tokens_per_micro_batch`` tokens, the same number on
+        every data rank; ranks that run out of rows run the model on none. Without a single token to train on, or with
+        gradients that are not finite, no step is taken: a warning says so and ``<role>/skipped_updates`` counts it.
+
+        Args:
+            role: ``"actor"`` or ``"critic"``.
+            experience: The rows that this rank holds in the actor's layout.
+            loss: The loss of a micro-batch.
+        """
+        counts = self.strategy.tensor_rank(role) == 0
+        rows, _ = self._exchange.there(experience, "actor", role)
+        bins, normalizer = self._plan(role, rows)
+        module, optimizer = self._wrapped[role], self.optimizers[role]
+        if normalizer.tokens == 0:
+            self._skip(role, "no row of the mini-batch has a token to train on")
+            return
+        with deterministic(self.modules[role]):
+            for number, part in enumerate(bins):
+                held = self.strategy.defer_gradient_sync and number < len(bins) - 1
+                with self.fabric.no_backward_sync(module, enabled=held):  # type: ignore[arg-type]
+                    value, metrics = loss(module, rows.select(part).trimmed(), normalizer)
+                    self.fabric.backward(value)
+                for name, figure in metrics.items():
+                    self.metrics.share(f"{role}/{name}", figure, counts)
+        self.metrics.finish_minibatch(f"{role}/")
+        norm = self.fabric.clip_gradients(module, optimizer, max_norm=self.max_grad_norm, error_if_nonfinite=False)
+        if norm is not None and torch.isfinite(norm):
+            optimizer.step()
+            self.metrics.mean(f"{role}/grad_norm", norm)
+            self.metrics.total(f"{role}/skipped_updates", 0.0)
+        else:
+            self._skip(role, f"the gradient norm is {norm}")
+        optimizer.zero_grad()
+
+    # ---- inside ------------------------------------------------------------------------------------------------------
+
+    def _forward(self, role: str, batch: RolloutBatch, run: Callable[[Any, RolloutBatch], Tensor]) -> Tensor:
+        """A pass without gradients over all rows of a batch, on the role's layout."""
+        rows, counts = self._exchange.there(batch, "actor", role)
+        bins, _ = self._plan(role, Experience(rows, rows.prompt_lengths, rows.prompt_lengths > 0))
+        result = torch.zeros_like(rows.rollout_logprobs)
+        with torch.no_grad(), deterministic(self.modules[role]):
+            for part in bins:
+                figures = run(self._wrapped[role], rows.select(part).trimmed())
+                result[part, : figures.shape[1]] = figures
+        values = self._exchange.back(_Figures(result), counts, "actor", role).values
+        return values[:, : batch.response_width]
+
+    def _plan(self, role: str, rows: Experience) -> tuple[list[list[int]], Normalizer]:
+        """Cut rows into micro-batches, equally many on all data ranks, and count the tokens of all of them."""
+        mask = rows.mask
+        bins = pack(rows.rollout.lengths.tolist(), self.max_tokens_per_micro_batch)
+        own = [int(mask.sum()), int(mask.any(1).sum()), len(bins)]
+        counts = gather_counts(own, self.strategy.group(role, "scores"))
+        bins += [[]] * (int(counts[:, 2].max()) - len(bins))
+        normalizer = Normalizer(
+            tokens=int(counts[:, 0].sum()),
+            sequences=int(counts[:, 1].sum()),
+            data_parallel_size=self.strategy.layout(role).data_size,
+            max_length=self._max_response_length,
+        )
+        return bins, normalizer
+
+    def _score_in_micro_batches(self, reward: Any, rows: RolloutBatch) -> Scores:
+        bins, _ = self._plan("reward", Experience(rows, rows.prompt_lengths, rows.prompt_lengths > 0))
+        with torch.no_grad():
+            parts = [reward.score(rows.select(part).trimmed()) for part in bins]
+        return join_scores(parts, order=[row for part in bins for row in part])
+
+    def _record_scores(self, scores: Scores, waited: float, counts: bool) -> None:
+        self.metrics.mean("reward/mean", scores.values[scores.valid], counts)
+        self.metrics.mean("reward/valid", scores.valid.float(), counts)
+        self.metrics.total("reward/fallbacks", float(scores.fallbacks), counts)
+        for name, values in scores.components.items():
+            self.metrics.mean(f"reward/{name}", values[~values.isnan()], counts)
+        if scores.disagreement is not None:
+            self.metrics.mean("reward/disagreement", scores.disagreement[scores.valid], counts)
+        self.metrics.mean("time/reward_wait", torch.tensor([waited]))
+
+    def _skip(self, role: str, reason: str) -> None:
+        self.metrics.total(f"{role}/skipped_updates", 1.0, counts=self.strategy.global_rank == 0)
+        if self.strategy.global_rank == 0:
+            warnings.warn(f"HybridDataFlow: an update of the {role} was skipped, {reason}.", stacklevel=3)
+
+
+def _check_layout(method: str, name: str, given: int | None, actual: int) -> None:
+    if given is not None and given != actual:
+        raise ValueError(
+            f"HybridDataFlow.{method} got {name}={given}, but the strategy's layout of the actor has {actual}; change "
+            "the "
+            "strategy's parallelism_config, or leave it out."
+        )

@@ -1,0 +1,124 @@
+"""The metrics of one step: torchmetrics on every rank, combined over ranks in one exchange."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchmetrics import MaxMetric, MeanMetric, Metric, SumMetric
+
+_REDUCTIONS: dict[type[Metric], Callable[[Tensor], Tensor]] = {
+    MeanMetric: lambda states: states.sum(0),
+    SumMetric: lambda states: states.sum(0),
+    MaxMetric: lambda states: states.amax(0),
+}
+
+
+class StepMetrics:
+    """Collects the figures of a step by name. Every rank must name the same ones; only ranks that count add to them.
+
+    Args:
+        device: Where the figures are kept; nothing is copied to the host before ``compute``.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._metrics: dict[str, Metric] = {}
+        self._shares: dict[str, int] = {}
+
+    def mean(self, name: str, values: Tensor, counts: bool = True) -> None:
+        """Add values whose mean over everything that all ranks add is wanted; also none at all.
+
+        Args:
+            name: The metric.
+            values: Any shape.
+            counts: False on ranks that only repeat what another one adds (tensor ranks above 0).
+        """
+        values = values.detach().double().flatten() if counts else values.new_zeros(0, dtype=torch.float64)
+        total = values.mean() if values.numel() else torch.zeros((), dtype=torch.float64, device=self._device)
+        self._get(name, MeanMetric).update(total, weight=values.numel())
+
+    def share(self, name: str, value: Tensor, counts: bool = True) -> None:
+        """Add this micro-batch's share of a mini-batch's figure (see ``algorithms.losses``); shares are summed.
+
+        A name that ends in ``_max`` combines by maximum instead. ``finish_minibatch`` ends a mini-batch; the mean over
+        the step's mini-batches is reported.
+        """
+        if name.endswith("_max"):
+            self.largest(name, value, counts)
+        else:
+            self._get(name, SumMetric).update(value.detach().double() if counts else torch.zeros(()))
+            self._shares.setdefault(name, 0)
+
+    def finish_minibatch(self, prefix: str) -> None:
+        """Count one mini-batch for every shared figure whose name starts with ``prefix``."""
+        for name in self._shares:
+            if name.startswith(prefix):
+                self._shares[name] += 1
+
+    def total(self, name: str, value: float | Tensor, counts: bool = True) -> None:
+        """Add to a sum over ranks."""
+        self._get(name, SumMetric).update(torch.as_tensor(value).detach().double() if counts else torch.zeros(()))
+
+    def largest(self, name: str, value: float | Tensor, counts: bool = True) -> None:
+        """Take part in a maximum over ranks."""
+        metric = self._get(name, MaxMetric)
+        if counts:
+            metric.update(torch.as_tensor(value).detach().double())
+
+    def compute(self) -> dict[str, float]:
+        """Combine over ranks, in one exchange, and start anew.
+
+        Returns:
+            The figures by name; those that nobody added to are left out.
+        """
+        names = sorted(self._metrics)
+        states = {name: _states(self._metrics[name]) for name in names}
+        sizes = [states[name].numel() for name in names]
+        if names:
+            flat = torch.cat([states[name] for name in names])
+            for name, part in zip(names, _gather(flat).split(sizes, dim=1), strict=True):
+                _put(self._metrics[name], _REDUCTIONS[type(self._metrics[name])](part))
+        result = {}
+        for name in names:
+            value = _value(self._metrics[name])
+            if name in self._shares:
+                value /= max(self._shares[name], 1)
+            if not math.isinf(value) and not math.isnan(value):
+                result[name] = value
+        self._metrics.clear()
+        self._shares.clear()
+        return result
+
+    def _get(self, name: str, kind: type[Metric]) -> Metric:
+        if name not in self._metrics:
+            metric = kind(nan_strategy="disable", sync_on_compute=False).to(self._device)
+            self._metrics[name] = metric.set_dtype(torch.float64)
+        return self._metrics[name]
+
+
+def _states(metric: Metric) -> Tensor:
+    return torch.stack([getattr(metric, name).double() for name in sorted(metric._defaults)])
+
+
+def _put(metric: Metric, states: Tensor) -> None:
+    for name, state in zip(sorted(metric._defaults), states, strict=True):
+        setattr(metric, name, state)
+
+
+def _value(metric: Metric) -> float:
+    if isinstance(metric, MeanMetric) and float(metric.weight) == 0:
+        return math.nan
+    return float(metric.compute())
+
+
+def _gather(flat: Tensor) -> Tensor:
+    """``[ranks, states]``."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return flat[None]
+    gathered = flat.new_empty(dist.get_world_size() * flat.numel())
+    dist.all_gather_into_tensor(gathered, flat)
+    return gathered.view(dist.get_world_size(), -1)

@@ -1,0 +1,115 @@
+"""The one place that knows how the supported versions of torch, transformers and vLLM differ."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Sequence
+from datetime import timedelta
+from importlib import metadata
+from typing import Any
+
+import torch.distributed as dist
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+TORCH = SpecifierSet(">=2.11")
+TRANSFORMERS = SpecifierSet(">=5.17,<6")
+VLLM = SpecifierSet(">=0.22")
+
+_CACHE_RENAMED_IN = Version("5.24")
+
+
+def check_versions(*, vllm: bool = False) -> None:
+    """Check that the installed libraries are ones that this package works with.
+
+    A pre-release or a local build counts as the release that it is named after.
+
+    Args:
+        vllm: Check vLLM too, because it is going to be used.
+
+    Raises:
+        ImportError: A library is missing or its version is outside the range.
+    """
+    _require("torch", TORCH, _installed("torch"), "2.11 brought the FSDP2 and DTensor calls that are used")
+    _require(
+        "transformers", TRANSFORMERS, _installed("transformers"), "5.17 brought the attention and cache interfaces"
+    )
+    if vllm:
+        _require("vllm", VLLM, _vllm_version(), "0.22 brought the weight updates of a running engine")
+
+
+def cache_argument() -> str:
+    """The name that a transformers model gives its key-value cache, as an argument of ``forward`` and in its output.
+
+    "cache" from transformers 5.24 on, "past_key_values" before.
+    """
+    installed = _installed("transformers")
+    renamed = installed is not None and _release(installed) >= _CACHE_RENAMED_IN
+    return "cache" if renamed else "past_key_values"
+
+
+def new_group(
+    ranks: Sequence[int],
+    *,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+    description: str | None = None,
+    options: Any = None,
+) -> dist.ProcessGroup:
+    """Create a process group whose group ranks follow the order of ``ranks``. Every process of the world must call it.
+
+    Args:
+        ranks: World ranks. torch 2.11 sorts them, so there they must ascend.
+        backend: "nccl", "gloo", ...; None takes the world's.
+        timeout: Of the group's collectives; None takes the backend's default.
+        description: A name for logs and the flight recorder.
+        options: Options of the backend, such as ``ProcessGroupNCCL.Options`` with a stream of high priority.
+
+    Returns:
+        The group; outside ``ranks`` torch's ``GroupMember.NON_GROUP_MEMBER``.
+
+    Raises:
+        ValueError: This torch would sort ``ranks`` into another order.
+    """
+    order: dict[str, Any] = {}
+    if "sort_ranks" in inspect.signature(dist.new_group).parameters:
+        order["sort_ranks"] = False
+    elif list(ranks) != sorted(ranks):
+        raise ValueError(
+            f"new_group: ranks {list(ranks)} do not ascend, and torch {_installed('torch')} would sort them silently. "
+            "Lay the mesh out in ascending order, or install torch>=2.13."
+        )
+    return dist.new_group(  # type: ignore[no-any-return]
+        list(ranks), timeout=timeout, backend=backend, pg_options=options, group_desc=description, **order
+    )
+
+
+def _require(name: str, supported: SpecifierSet, installed: str | None, reason: str) -> None:
+    if installed is not None and supported.contains(_release(installed)):
+        return
+    found = "is not installed" if installed is None else f"{installed} is installed"
+    raise ImportError(
+        f"lightning_verl needs {name}{supported}, but {name} {found} ({reason}). Run `pip install '{name}{supported}'`."
+    )
+
+
+def _release(version: str) -> Version:
+    return Version(Version(version).base_version)
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _vllm_version() -> str | None:
+    """From the module, not the distribution: vLLM's CPU build is named differently, a carried copy has no name."""
+    try:
+        return str(importlib.import_module("vllm").__version__)
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":  # vLLM is there but one of its own dependencies is not
+            raise
+        return None

@@ -1,0 +1,47 @@
+"""From token ids to hidden states, and from hidden states to logits, for any transformers causal model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+def hidden_states(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+    """The last hidden states, after the final norm.
+
+    Rows are right-padded and attention is causal, so neither a mask nor position ids are needed: no real token sees
+    padding.
+
+    Args:
+        model: A causal model, with or without a head.
+        input_ids: int64 ``[B, T]``.
+
+    Returns:
+        ``[B, T, H]``.
+    """
+    return model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
+
+
+def output_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """The logits of hidden states, with the scaling or capping that some families put behind the head.
+
+    Args:
+        model: A model with a language-model head.
+        hidden: ``[..., H]``.
+
+    Returns:
+        ``[..., V]``.
+    """
+    logits: Tensor = model.get_output_embeddings()(hidden)
+    config = model.config.get_text_config()
+    scale = getattr(config, "logit_scale", None)  # Cohere multiplies
+    if scale is not None:
+        logits = logits * scale
+    divisor = getattr(config, "logits_scaling", None)  # Granite divides
+    if divisor is not None:
+        logits = logits / divisor
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2 and 3
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
+    return logits

@@ -1,0 +1,117 @@
+"""FSDP2 over a role: each decoder layer a unit, the role itself the root."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter  # torch exports it nowhere else
+
+from lightning_verl.parallel.structure import decoder_layers
+
+
+class GroupReduceScatter(ReduceScatter):
+    """Reduce-scatters gradients on a group of their own, so that they do not queue behind parameter gathers.
+
+    Args:
+        group: The group, of the same ranks in the same order as the mesh's shard axis.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer for FSDP2 to fill."""
+        return torch.empty(tuple(size), dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType | dist.ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce on the own group in place of the mesh's."""
+        work: dist.Work | None = dist.reduce_scatter_tensor(
+            output_tensor, input_tensor, op=op, group=self.group, async_op=async_op
+        )
+        return work
+
+
+def apply_fsdp(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, reduce: dist.ProcessGroup) -> None:
+    """Cut a role's parameters over the data axis, in place.
+
+    The role is the root unit, so that heads of its own (a value head) are synchronised too. The root reshards after its
+    forward like every other unit: left gathered, it would not see a later change of its shards.
+
+    Args:
+        module: The role.
+        mesh: ``(shard,)`` or ``(replicate, shard)``.
+        policy: Mixed-precision policy, the same for every unit.
+        reduce: The group for gradient reduce-scatter.
+    """
+    for layer in decoder_layers(module):
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    module._hybrid_touch = _touch  # type: ignore[assignment]
+    for method in ("_hybrid_touch", "score"):
+        if hasattr(module, method):
+            register_fsdp_forward_method(module, method)
+    if reduce is not mesh.get_group(mesh.ndim - 1):
+        for unit in fsdp_units(module):
+            unit.set_custom_reduce_scatter(GroupReduceScatter(reduce))
+
+
+def _touch() -> None:
+    """A forward that does nothing: running it makes FSDP2 take the role as its root."""
+
+
+def fsdp_units(module: nn.Module) -> list[FSDPModule]:
+    """The FSDP2 units in a module, the root first."""
+    return [child for child in module.modules() if isinstance(child, FSDPModule)]
+
+
+def reshard(module: nn.Module) -> None:
+    """Free gathered parameters, so that ``module.parameters()`` are the shards."""
+    for unit in fsdp_units(module):
+        unit.reshard()
+
+
+@contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """Hold the whole parameters of a role, cast to the compute dtype, while the context is open (a collective call).
+
+    Inner modules may then run on their own: the role was made FSDP2's root by touching it first.
+    """
+    units = fsdp_units(module)
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+    try:
+        if units:
+            module._hybrid_touch()  # type: ignore[operator]
+        for unit in units:
+            unit.unshard()
+        yield
+    finally:
+        for unit in units:
+            unit.set_reshard_after_forward(True, recurse=False)
+            unit.reshard()
+
+
+@contextmanager
+def no_gradient_sync(module: nn.Module, enabled: bool) -> Iterator[None]:
+    """Keep gradients local and whole while the context is open, if enabled; they are reduced by the next backward."""
+    units = fsdp_units(module) if enabled else []
+    for unit in units:
+        unit.set_requires_gradient_sync(False, recurse=False)
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.set_requires_gradient_sync(True, recurse=False)

@@ -1,0 +1,140 @@
+"""Dense tensor parallelism from the plan data in transformers' configs, applied with torch's public styles.
+
+The plans are stable data; transformers' own functions that apply them change from release to release and untie the
+head. Embeddings and the output head stay whole on every rank: their inputs and gradients are equal there.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import torch
+import torch.distributed as dist
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import PreTrainedModel
+
+_CUT_STYLES = ("colwise", "rowwise")
+_SUMMED_STYLE = "replicated_with_grad_allreduce"
+
+
+class _SumGradient(torch.autograd.Function):
+    """Identity whose gradient is summed over a group."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group  # type: ignore[attr-defined]
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
+        gradient = gradients[0].contiguous().clone()
+        dist.all_reduce(gradient, group=ctx.group)  # type: ignore[attr-defined]
+        return gradient, None
+
+
+def models_to_cut(module: nn.Module, tensor: int) -> list[PreTrainedModel]:
+    """The transformers models inside a role that a tensor axis of this size cuts: the outermost ones, checked.
+
+    Raises:
+        ValueError: There is none, or one cannot be cut.
+    """
+    if tensor == 1:
+        return []
+    found: list[PreTrainedModel] = []
+    for child in module.modules():
+        if isinstance(child, PreTrainedModel) and not any(
+            child is inner for model in found for inner in model.modules()
+        ):
+            check_tensor_parallel(child, tensor)
+            found.append(child)
+    if not found:
+        raise ValueError(
+            f"{type(module).__name__} holds no transformers model with a tensor-parallel plan, so tp={tensor} has "
+            "nothing to "
+            "cut; set its role's tp to 1."
+        )
+    return found
+
+
+def check_tensor_parallel(model: PreTrainedModel, tensor: int) -> None:
+    """Refuse a model that cannot be cut over ``tensor`` ranks, before anything is communicated.
+
+    Raises:
+        ValueError: The config has no plan, uses a style that is not dense, or a size does not divide.
+    """
+    config = model.config.get_text_config()
+    name = type(model).__name__
+    plan = _plan(model)
+    if not plan:
+        raise ValueError(
+            f"{name} has no tensor-parallel plan (config.base_model_tp_plan is empty); set its role's tp to 1."
+        )
+    unknown = sorted(set(plan.values()) - {*_CUT_STYLES, _SUMMED_STYLE} - {"embedding_rowwise"})
+    if unknown:
+        raise ValueError(f"{name} plans tensor styles {unknown}, which are not supported yet; set its role's tp to 1.")
+    sizes = {
+        "num_key_value_heads": getattr(config, "num_key_value_heads", config.num_attention_heads),
+        "num_attention_heads": config.num_attention_heads,
+        "intermediate_size": config.intermediate_size,
+    }
+    for key, size in sizes.items():
+        if size % tensor:
+            raise ValueError(
+                f"{name} has {key}={size}, which tp={tensor} does not divide; choose a tp that divides "
+                f"{sizes['num_key_value_heads']} key-value heads."
+            )
+
+
+def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Cut a model's matrices over a one-axis mesh, in place. Every rank must hold the same weights.
+
+    Args:
+        model: The model, with LoRA adapters or without.
+        mesh: The role's tensor axis.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    plan = _plan(model)
+    base = model.base_model
+    for name, module in list(base.named_modules()):
+        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        if style in _CUT_STYLES:
+            _cut(module, mesh, style)
+        elif style == _SUMMED_STYLE:
+            _sum_weight_gradient(module, mesh.get_group())
+    if tied and head.weight is not embedding.weight:
+        raise RuntimeError(f"{type(model).__name__}: tensor parallelism untied the output head from the embedding")
+
+
+def _plan(model: PreTrainedModel) -> dict[str, str]:
+    return dict(getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {})
+
+
+def _cut(module: nn.Module, mesh: DeviceMesh, style: str) -> None:
+    """Cut one linear layer; the halves of an adapter follow their target.
+
+    Column-wise: A stays whole (its gradient is whole, since B's input gradient is summed), B is cut with the outputs.
+    Row-wise: A is cut with the inputs and its narrow output summed, B stays whole.
+    """
+    linear = module.base_layer if isinstance(module, LoraLayer) else module
+    parallelize_module(linear, mesh, ColwiseParallel() if style == "colwise" else RowwiseParallel())
+    if isinstance(module, LoraLayer):
+        halves = module.lora_B if style == "colwise" else module.lora_A
+        for half in halves.values():
+            parallelize_module(half, mesh, ColwiseParallel() if style == "colwise" else RowwiseParallel())
+
+
+def _sum_weight_gradient(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Keep a weight whole whose input is this rank's heads only: its gradient is the sum over the tensor axis."""
+    plain = copy.copy(module)
+    plain._parameters = dict(module._parameters)
+
+    def forward(hidden: Tensor) -> Tensor:
+        weight = _SumGradient.apply(module.weight, group)  # type: ignore[no-untyped-call]
+        return torch.func.functional_call(plain, {"weight": weight}, (hidden,))  # type: ignore[no-any-return]
+
+    module.forward = forward

@@ -1,0 +1,128 @@
+"""The actor: the policy that is rolled out and trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from lightning_verl.data.experience import RolloutBatch
+from lightning_verl.models.heads import hidden_states, output_logits
+from lightning_verl.models.load import ModelSource, add_lora, load_model, load_tokenizer
+from lightning_verl.models.logprobs import logprobs_from_hidden
+from lightning_verl.roles.base import LoraSource, Role, model_inputs, response_places, spread
+from lightning_verl.rollout.base import RolloutEngine
+
+
+class Actor(Role):
+    """The policy.
+
+    Args:
+        source: A hub name, a folder, a config (random weights), or a causal model of transformers.
+        tokenizer: Its tokenizer; None loads the one beside the weights.
+        lora_config: ``{"r": 8, "alpha": 16, "target_modules": [...]}`` or peft's config: train an adapter only.
+        options: Those of ``Role``.
+
+    Raises:
+        ValueError: The tokenizer has no pad or no end token.
+    """
+
+    role = "actor"
+
+    def __init__(
+        self,
+        source: ModelSource,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        lora_config: LoraSource = None,
+        **options: Any,
+    ) -> None:
+        model: Any = load_model(source, "causal")
+        if lora_config is not None:
+            add_lora(model, lora_config, type(self).__name__)
+        super().__init__(model, **options)
+        self.has_adapter = lora_config is not None
+        self.tokenizer = tokenizer if tokenizer is not None else load_tokenizer(source)
+        self._engine: RolloutEngine | None = None
+
+    def forward(
+        self, batch: RolloutBatch, temperature: float = 1.0, with_entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs of the response tokens, and the policy's entropy there.
+
+        Args:
+            batch: The sequences.
+            temperature: The logits are divided by it.
+            with_entropy: Whether to compute the entropy too.
+
+        Returns:
+            Log-probs and entropy (or None), float32 ``[N, R]``, 0 outside the response.
+        """
+        hidden = hidden_states(self.model, model_inputs(batch))
+        rows, columns = response_places(batch)
+        logprobs, entropy = logprobs_from_hidden(
+            hidden[rows, columns],
+            partial(output_logits, self.model),
+            batch.input_ids[rows, columns + 1],
+            temperature,
+            with_entropy=with_entropy,
+        )
+        return spread(logprobs, batch), None if entropy is None else spread(entropy, batch)
+
+    @property
+    def engine(self) -> RolloutEngine:
+        """The rollout engine over this actor's weights, built on first use."""
+        if self._engine is None:
+            from lightning_verl.rollout.transformers import TransformersEngine
+
+            tokenizer = self.require_tokenizer()
+            self._engine = TransformersEngine(
+                self.model,
+                pad_token_id=int(tokenizer.pad_token_id),
+                eos_token_ids=self.eos_token_ids,
+                tokenizer=cast(Any, tokenizer),
+            )
+        return self._engine
+
+    @property
+    def eos_token_ids(self) -> Sequence[int]:
+        """Tokens that end a response: the tokenizer's, and those of the model's generation config."""
+        tokenizer = self.require_tokenizer()
+        configured = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
+        more = configured if isinstance(configured, list) else [] if configured is None else [configured]
+        return sorted({int(tokenizer.eos_token_id), *map(int, more)})
+
+    def require_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer.
+
+        Raises:
+            ValueError: There is none, or it lacks a pad or an end token.
+        """
+        name = type(self).__name__
+        if self.tokenizer is None:
+            raise ValueError(
+                f"{name} was built from a config or a module and has no tokenizer; pass {name}(..., tokenizer=...)."
+            )
+        for token in ("pad", "eos"):
+            if getattr(self.tokenizer, f"{token}_token_id") is None:
+                raise ValueError(
+                    f"{name}'s tokenizer {type(self.tokenizer).__name__} has no {token} token; set "
+                    f"tokenizer.{token}_token "
+                    "before building the actor."
+                )
+        return self.tokenizer
+
+    def save_pretrained(self, folder: str | Path, state: dict[str, Tensor]) -> None:
+        """Write a Hugging Face folder with the weights in ``state`` and the tokenizer.
+
+        Args:
+            folder: Where to.
+            state: Whole tensors by the model's own names (see ``HybridDataFlow.save_pretrained``, which gathers them).
+        """
+        self.model.save_pretrained(folder, state_dict=state)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(str(folder))

@@ -1,0 +1,47 @@
+"""The critic: a value for every token of a response."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_verl.data.experience import RolloutBatch
+from lightning_verl.models.heads import hidden_states
+from lightning_verl.models.load import ModelSource, add_lora, load_model
+from lightning_verl.roles.base import LoraSource, Role, model_inputs, response_places, spread
+
+
+class Critic(Role):
+    """A model with a value head. The head starts at zero, so that the first values are 0 whatever the model.
+
+    Args:
+        source: A hub name, a folder, a config (random weights), or a transformers model (its language-model head is not
+            used).
+        lora_config: Train an adapter (and the value head) only.
+        options: Those of ``Role``.
+    """
+
+    role = "critic"
+
+    def __init__(self, source: ModelSource, *, lora_config: LoraSource = None, **options: Any) -> None:
+        model: Any = load_model(source, "base")
+        model = model.base_model  # a causal model that was passed in would carry a head that never gets a gradient
+        if lora_config is not None:
+            add_lora(model, lora_config, type(self).__name__)
+        super().__init__(model, **options)
+        self.value_head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
+        nn.init.zeros_(self.value_head.weight)
+
+    def forward(self, batch: RolloutBatch) -> Tensor:
+        """The value before each response token is produced.
+
+        Args:
+            batch: The sequences.
+
+        Returns:
+            float32 ``[N, R]``, 0 outside the response.
+        """
+        hidden = hidden_states(self.model, model_inputs(batch))
+        rows, columns = response_places(batch)
+        return spread(self.value_head(hidden[rows, columns]).squeeze(-1), batch)

@@ -1,0 +1,96 @@
+"""Joins prompts with responses, sampled or given, into a ``RolloutBatch``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from lightning_verl.data.experience import PromptBatch, RolloutBatch
+from lightning_verl.rollout.base import Rollouts
+from lightning_verl.rollout.sampling import SamplingParams
+
+
+def join_rollouts(
+    prompts: PromptBatch,
+    rollouts: Rollouts,
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: SamplingParams,
+    skip_special_tokens: bool,
+) -> RolloutBatch:
+    """Join prompts and the responses that an engine sampled for them.
+
+    Args:
+        prompts: The prompts, B rows.
+        rollouts: Their responses, N rows.
+        tokenizer: Decodes the responses for rewards and people.
+        sampling: How they were sampled.
+        skip_special_tokens: Whether special tokens are left out of the text. The end token and padding always are.
+    """
+    device = rollouts.response_ids.device
+    repeated = prompts.to(device).select(rollouts.prompt_rows)
+    return RolloutBatch(
+        input_ids=_join(repeated, rollouts.response_ids, rollouts.lengths),
+        prompt_lengths=repeated.lengths,
+        response_lengths=rollouts.lengths,
+        rollout_logprobs=rollouts.logprobs,
+        group_ids=repeated.indices,
+        truncated=torch.tensor([r.is_truncated() for r in rollouts.finish_reasons], dtype=torch.bool, device=device),
+        prompt_texts=repeated.texts,
+        response_texts=_decode(rollouts.response_ids, rollouts.lengths, tokenizer, skip_special_tokens),
+        fields=repeated.fields,
+        temperature=sampling.temperature,
+        weight_version=rollouts.weight_version,
+    )
+
+
+def demonstrations(prompts: PromptBatch, field: str, tokenizer: PreTrainedTokenizerBase) -> RolloutBatch:
+    """Take the responses from a field of the data; the tokenizer's end token is added to each.
+
+    Raises:
+        ValueError: A row lacks the field, or it is no text.
+    """
+    texts = []
+    for index, row in zip(prompts.indices.tolist(), prompts.fields, strict=True):
+        if not isinstance(row.get(field), str):
+            raise ValueError(
+                f"SFT wants a text in field {field!r} of every row; the row at place {index} of the stream has "
+                f"{row.get(field)!r} (its fields: {sorted(row)}). Name the right field with SFT(response_field=...)."
+            )
+        texts.append(row[field])
+    ids = [[*tokenizer(text, add_special_tokens=False)["input_ids"], int(tokenizer.eos_token_id)] for text in texts]
+    lengths = torch.tensor([len(row) for row in ids], dtype=torch.int64)
+    width = max(map(len, ids), default=1)
+    responses = torch.tensor([row + [0] * (width - len(row)) for row in ids], dtype=torch.int64).reshape(-1, width)
+    return RolloutBatch(
+        input_ids=_join(prompts, responses, lengths),
+        prompt_lengths=prompts.lengths,
+        response_lengths=lengths,
+        rollout_logprobs=torch.zeros(len(ids), width),
+        group_ids=prompts.indices,
+        truncated=torch.zeros(len(ids), dtype=torch.bool),
+        prompt_texts=prompts.texts,
+        response_texts=texts,
+        fields=prompts.fields,
+    )
+
+
+def _join(prompts: PromptBatch, responses: Tensor, lengths: Tensor) -> Tensor:
+    """Prompt and response of each row without a gap, int64 ``[N, T]``, 0 behind."""
+    rows, width = prompts.ids.shape[0], prompts.ids.shape[1] + responses.shape[1]
+    joined = responses.new_zeros((rows, width))
+    columns = torch.arange(prompts.ids.shape[1], device=joined.device)
+    joined[:, : prompts.ids.shape[1]] = prompts.ids.masked_fill(columns >= prompts.lengths[:, None], 0)
+    produced = torch.arange(responses.shape[1], device=joined.device) < lengths[:, None]
+    row, offset = produced.nonzero(as_tuple=True)
+    joined[row, prompts.lengths[row] + offset] = responses[row, offset]
+    longest = int((prompts.lengths + lengths).max()) if rows else 1
+    return joined[:, :longest]
+
+
+def _decode(ids: Tensor, lengths: Tensor, tokenizer: PreTrainedTokenizerBase, skip_special: bool) -> list[str]:
+    kept = []
+    for row, length in zip(ids.tolist(), lengths.tolist(), strict=True):
+        tokens: list[int] = row[:length]
+        kept.append(tokens[:-1] if tokens and tokens[-1] == tokenizer.eos_token_id else tokens)
+    return list(tokenizer.batch_decode(kept, skip_special_tokens=skip_special))

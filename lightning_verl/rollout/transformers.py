@@ -1,0 +1,256 @@
+"""The reference rollout engine: ``model.generate`` of transformers, driven by our own sampler.
+
+It supports whatever ``generate`` supports and is what the faster engines are tested against. ``generate`` only runs the
+model and its cache: a logits processor samples with :mod:`lightning_verl.rollout.sampling` and leaves the sampled token
+as the only possible one, a stopping criterion applies :class:`~lightning_verl.rollout.stopping.StopRule`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from lightning_verl.data.experience import PromptBatch
+from lightning_verl.rollout.base import FinishReason, Rollouts
+from lightning_verl.rollout.sampling import SamplingParams, sample_seeds, sample_tokens, uniforms
+from lightning_verl.rollout.stopping import Decoder, StopRule
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class TransformersEngine:
+    """Samples with ``model.generate``; the model is the trainer's own and its parameters are never touched.
+
+    The model runs in eval mode and every module gets its training flag back. Only ``model.generate`` is called, so
+    sharded (unsharded for the rollout) and tensor-parallel modules work; all ranks of a tensor axis must be given the
+    same prompts. The sampling parameters decide alone: no default of ``model.generation_config`` takes part.
+
+    Args:
+        model: A causal language model.
+        pad_token_id: Fills the left of short prompts, which the attention mask hides, and the right of short responses.
+        eos_token_ids: The model's end tokens; may be empty, and may hold ``pad_token_id``.
+        tokenizer: Decodes responses, for stop strings only.
+
+    Raises:
+        ValueError: The model is not a decoder that can generate.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        pad_token_id: int,
+        eos_token_ids: Sequence[int],
+        tokenizer: Decoder | None = None,
+    ) -> None:
+        if model.config.is_encoder_decoder or not model.can_generate():
+            raise ValueError(
+                f"TransformersEngine needs a causal language model with generate(), got {type(model).__name__}; load "
+                "it with AutoModelForCausalLM."
+            )
+        self.model = model
+        self.pad_token_id = pad_token_id
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.tokenizer = tokenizer
+        self.weight_version = 0
+
+    def generate(
+        self,
+        prompts: PromptBatch | Sequence[Sequence[int]],
+        sampling: SamplingParams | None = None,
+        *,
+        step: int = 0,
+        prompt_indices: Sequence[int] | None = None,
+    ) -> Rollouts:
+        """Sample ``sampling.n`` responses for each prompt; see :class:`~lightning_verl.rollout.base.RolloutEngine`.
+
+        Args:
+            prompts: A prompt batch, or plain lists of token ids.
+            sampling: How to sample; None takes ``SamplingParams()``.
+            step: The training step.
+            prompt_indices: The index of each prompt; None takes ``PromptBatch.indices``, or 0, 1, 2... for plain lists.
+
+        Returns:
+            The responses, on the model's device; at least one column wide.
+
+        Raises:
+            ValueError: A prompt is empty or leaves too little room for ``max_new_tokens``, the indices do not match the
+                prompts, or there are stop strings but no tokenizer.
+        """
+        sampling = sampling or SamplingParams()
+        token_lists = prompts.token_lists() if isinstance(prompts, PromptBatch) else [list(row) for row in prompts]
+        device = next(self.model.parameters()).device
+        indices = self._indices(prompts, prompt_indices).to(device)
+        rule = StopRule(sampling, self.eos_token_ids, self.tokenizer)
+        self._check_lengths(token_lists, sampling)
+
+        sampler = _Sampler(sampling, sample_seeds(sampling.seed, step, indices, sampling.n))
+        stopper = _Stopper(rule, rows=len(token_lists) * sampling.n)
+        if token_lists:
+            self._run(token_lists, sampling, sampler, stopper, device)
+        return self._collect(sampler, stopper, sampling.n, device)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take the version of the trainer's weights, which this engine shares.
+
+        Args:
+            weights: Must be empty.
+            version: The version of the weights that the model holds now.
+
+        Raises:
+            ValueError: There are weights.
+        """
+        for name, _ in weights:
+            raise ValueError(
+                f"TransformersEngine shares the trainer's weights, so it takes none, but got {name!r} for version "
+                f"{version}; update the model itself and pass no weights."
+            )
+        self.weight_version = version
+
+    def release(self) -> None:
+        """Nothing to give back: the key-value cache lives only inside :meth:`generate`."""
+
+    def _indices(self, prompts: PromptBatch | Sequence[Sequence[int]], given: Sequence[int] | None) -> Tensor:
+        if given is None:
+            return prompts.indices if isinstance(prompts, PromptBatch) else torch.arange(len(prompts))
+        if len(given) != len(prompts):
+            raise ValueError(
+                f"TransformersEngine.generate: got {len(given)} prompt_indices for {len(prompts)} prompts; give one "
+                "for each."
+            )
+        return torch.as_tensor(given, dtype=torch.int64)
+
+    def _check_lengths(self, token_lists: list[list[int]], sampling: SamplingParams) -> None:
+        limit: int | None = getattr(self.model.config, "max_position_embeddings", None)
+        for row, tokens in enumerate(token_lists):
+            if not tokens:
+                raise ValueError(
+                    f"TransformersEngine.generate: prompt {row} is empty; every prompt needs at least one token, such "
+                    "as the begin-of-text token."
+                )
+            if limit is not None and len(tokens) + sampling.max_new_tokens > limit:
+                raise ValueError(
+                    f"TransformersEngine.generate: prompt {row} has {len(tokens)} tokens, with max_new_tokens "
+                    f"({sampling.max_new_tokens}) that is {len(tokens) + sampling.max_new_tokens}, but the model has "
+                    f"max_position_embeddings={limit}; shorten the prompt or lower max_new_tokens."
+                )
+
+    def _run(
+        self,
+        token_lists: list[list[int]],
+        sampling: SamplingParams,
+        sampler: _Sampler,
+        stopper: _Stopper,
+        device: torch.device,
+    ) -> None:
+        width = max(map(len, token_lists))
+        ids = [[self.pad_token_id] * (width - len(tokens)) + tokens for tokens in token_lists]
+        mask = [[0] * (width - len(tokens)) + [1] * len(tokens) for tokens in token_lists]
+        # No end tokens here: the stopper alone decides when a row ends.
+        config = GenerationConfig(
+            max_new_tokens=sampling.max_new_tokens, do_sample=False, use_cache=True, pad_token_id=self.pad_token_id
+        )
+        # no_grad and not inference_mode: parameters gathered here would stay inference tensors in the update.
+        with torch.no_grad(), _eval_mode(self.model), _only_generation_config(self.model, config):
+            cast("Any", self.model).generate(
+                input_ids=torch.tensor(ids, device=device).repeat_interleave(sampling.n, dim=0),
+                attention_mask=torch.tensor(mask, device=device).repeat_interleave(sampling.n, dim=0),
+                generation_config=config,
+                logits_processor=LogitsProcessorList([sampler]),
+                stopping_criteria=StoppingCriteriaList([stopper]),
+            )
+
+    def _collect(self, sampler: _Sampler, stopper: _Stopper, n: int, device: torch.device) -> Rollouts:
+        rows = len(stopper.responses)
+        width = max(map(len, stopper.responses), default=1)
+        padded = [tokens + [self.pad_token_id] * (width - len(tokens)) for tokens in stopper.responses]
+        lengths = torch.tensor([len(tokens) for tokens in stopper.responses], dtype=torch.int64, device=device)
+        logprobs = torch.zeros(rows, width, device=device)
+        if rows:
+            behind = torch.arange(width, device=device) >= lengths[:, None]
+            logprobs = torch.stack(sampler.logprobs[:width], dim=1).masked_fill(behind, 0.0)
+        return Rollouts(
+            response_ids=torch.tensor(padded, dtype=torch.int64, device=device).reshape(rows, width),
+            lengths=lengths,
+            logprobs=logprobs,
+            finish_reasons=stopper.reasons,
+            prompt_rows=torch.arange(rows, device=device) // n,
+            weight_version=self.weight_version,
+        )
+
+
+class _Sampler(LogitsProcessor):
+    """Samples each row's next token, keeps its log-prob, and leaves the token as the only possible one."""
+
+    def __init__(self, sampling: SamplingParams, seeds: Tensor) -> None:
+        self._sampling = sampling
+        self._seeds = seeds
+        self.logprobs: list[Tensor] = []
+        """float32 ``[N]`` for each step; those of a row that has finished mean nothing."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        uniform = uniforms(self._seeds, position=len(self.logprobs))
+        tokens, logprobs = sample_tokens(scores, self._sampling, uniform)
+        self.logprobs.append(logprobs)
+        return torch.full_like(scores, -torch.inf).scatter(-1, tokens[:, None], 0.0)
+
+
+class _Stopper(StoppingCriteria):
+    """Collects the responses and tells which have ended; generate goes on with a finished row, which is ignored."""
+
+    def __init__(self, rule: StopRule, rows: int) -> None:
+        self._rule = rule
+        self._finished = [False] * rows
+        self.responses: list[list[int]] = [[] for _ in range(rows)]
+        self.reasons = [FinishReason.LENGTH] * rows
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        for row, token in enumerate(input_ids[:, -1].tolist()):
+            if self._finished[row]:
+                continue
+            self.responses[row].append(token)
+            reason = self._rule.reason(self.responses[row])
+            if reason is not None:
+                self._finished[row] = True
+                self.reasons[row] = reason
+        return torch.tensor(self._finished, device=input_ids.device)
+
+
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def _only_generation_config(model: nn.Module, config: GenerationConfig) -> Iterator[None]:
+    """Let no default of the model in: generate fills what its argument leaves unset from ``model.generation_config``.
+
+    Adapter wrappers copy theirs to the model inside, so every module that has one is covered.
+    """
+    holders = [vars(module) for module in model.modules() if "generation_config" in vars(module)]
+    originals = [holder["generation_config"] for holder in holders]
+    try:
+        for holder in holders:
+            holder["generation_config"] = config
+        yield
+    finally:
+        for holder, original in zip(holders, originals, strict=True):
+            holder["generation_config"] = original

@@ -1,0 +1,197 @@
+"""One checkpoint directory for many roles and optimizers, loadable on another layout and number of ranks.
+
+Layout of a directory: ``*.distcp`` files with tensors and their ``.metadata`` (torch's distributed checkpoint), and ``state.pt``
+with everything that is no tensor of a role. It is written under a temporary name and renamed last, so that a directory with the
+final name is whole.
+"""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+from lightning_verl.parallel.fsdp import reshard
+
+_STATE_FILE = "state.pt"
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+_Tensors = dict[str, Tensor]
+
+
+class CheckpointMismatchError(ValueError):
+    """A checkpoint does not hold what it is to be loaded into."""
+
+
+class _SafeUnpickler(pickle.Unpickler):
+    """Reads a checkpoint's metadata and refuses to build anything but torch's own description of tensors."""
+
+    _ALLOWED_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+    _ALLOWED = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("pathlib", "Path")}
+
+    def find_class(self, module: str, name: str) -> Any:
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not (module in self._ALLOWED_MODULES or (module, name) in self._ALLOWED or dtype):
+            raise pickle.UnpicklingError(f"checkpoint metadata names {module}.{name}, which is not part of a checkpoint")
+        return super().find_class(module, name)
+
+
+class _Reader(dcp.FileSystemReader):
+    """torch's reader, with metadata read by ``_SafeUnpickler``."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            metadata = cast(Metadata, _SafeUnpickler(file).load())
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = dcp.metadata.StorageMeta()
+        metadata.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
+        return metadata
+
+
+def save(path: Path, state: Mapping[str, Any], role_of: Callable[[Optimizer], str]) -> None:
+    """Write modules, optimizers and other state (a collective call).
+
+    Args:
+        path: The directory to publish. An existing checkpoint there is replaced once the new one is whole.
+        state: By name: modules, optimizers, objects whose ``tensors()`` are loaded in place, objects with ``state_dict``, and
+            plain values.
+        role_of: The role that an optimizer belongs to.
+    """
+    temporary = path.with_name(path.name + ".incomplete")
+    tensors, plain = _split(state, role_of)
+    if _is_first():
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    _barrier()
+    if tensors:
+        dcp.save(tensors, checkpoint_id=str(temporary), no_dist=not dist.is_initialized())
+    if _is_first():
+        torch.save(plain, temporary / _STATE_FILE)
+        previous = path.with_name(path.name + ".replaced")
+        if path.exists():
+            path.rename(previous)
+        temporary.rename(path)
+        shutil.rmtree(previous, ignore_errors=True)
+    _barrier()
+
+
+def load(path: Path, state: dict[str, Any], role_of: Callable[[Optimizer], str], strict: bool) -> dict[str, Any]:
+    """Load a checkpoint into ``state``, in place (a collective call). Nothing is changed if it does not fit.
+
+    Args:
+        path: A directory that ``save`` wrote.
+        state: What to load into, by the names it was saved under; plain values are replaced in the dictionary.
+        role_of: The role that an optimizer belongs to.
+        strict: Whether a name of ``state`` that the checkpoint lacks is an error.
+
+    Returns:
+        What the checkpoint holds beyond ``state``.
+
+    Raises:
+        FileNotFoundError: There is no whole checkpoint at ``path``.
+        CheckpointMismatchError: A name is missing, or a tensor has another shape.
+    """
+    if not (path / _STATE_FILE).is_file():
+        raise FileNotFoundError(f"No whole checkpoint at {path}: {_STATE_FILE} is missing there.")
+    plain = torch.load(path / _STATE_FILE, map_location="cpu", weights_only=True)
+    saved_names = set(plain["tensor_names"]) | set(plain["values"])
+    missing = [name for name in state if name not in saved_names]
+    if missing and strict:
+        raise CheckpointMismatchError(
+            f"The checkpoint at {path} holds {sorted(saved_names)} but not {missing}. Remove these from the state, or load "
+            "with strict=False."
+        )
+    wanted = {name: item for name, item in state.items() if name in saved_names}
+    targets, _ = _split(wanted, role_of)
+    if targets:
+        reader = _Reader(str(path))
+        _check_shapes(path, reader.read_metadata(), targets)
+        dcp.load(targets, storage_reader=reader, no_dist=not dist.is_initialized())
+    _put_back(wanted, targets, plain, role_of)
+    for name in list(wanted):
+        if name in plain["values"]:
+            value = plain["values"].pop(name)
+            if hasattr(wanted[name], "load_state_dict"):
+                wanted[name].load_state_dict(value)
+            else:
+                state[name] = value
+    return {name: value for name, value in plain["values"].items() if name not in state}
+
+
+def _split(state: Mapping[str, Any], role_of: Callable[[Optimizer], str]) -> tuple[dict[str, _Tensors], dict[str, Any]]:
+    """Divide a state into tensors of roles, for the distributed checkpoint, and everything else."""
+    modules = {str(module.role): module for module in state.values() if isinstance(module, nn.Module)}
+    tensors: dict[str, _Tensors] = {}
+    plain: dict[str, Any] = {"tensor_names": [], "values": {}, "scalars": {}}
+    for name, item in state.items():
+        if isinstance(item, nn.Module):
+            reshard(item)
+            entries: Mapping[str, Any] = get_model_state_dict(item)
+        elif hasattr(item, "tensors"):
+            entries = item.tensors()
+        elif isinstance(item, Optimizer):
+            module = modules.get(role_of(item))
+            if module is None:
+                raise ValueError(
+                    f"Checkpoint state {name!r} is the optimizer of role {role_of(item)!r}, whose module is not in the state; "
+                    "add it, for its parameters' names."
+                )
+            entries = cast(Mapping[str, Any], get_optimizer_state_dict(module, item, options=_OPTIONS))
+        else:
+            plain["values"][name] = item.state_dict() if hasattr(item, "state_dict") else item
+            continue
+        plain["tensor_names"].append(name)
+        found = {key: value for key, value in entries.items() if isinstance(value, Tensor)}
+        plain["scalars"][name] = {key: value for key, value in entries.items() if not isinstance(value, Tensor)}
+        if found:
+            tensors[name] = found
+    return tensors, plain
+
+
+def _put_back(
+    state: Mapping[str, Any], tensors: dict[str, _Tensors], plain: dict[str, Any], role_of: Callable[[Optimizer], str]
+) -> None:
+    modules = {str(module.role): module for module in state.values() if isinstance(module, nn.Module)}
+    for name, item in state.items():
+        if isinstance(item, nn.Module) and name in tensors:
+            set_model_state_dict(item, cast(dict[str, Any], tensors[name]))
+        elif isinstance(item, Optimizer):
+            entries = {**tensors.get(name, {}), **plain["scalars"][name]}
+            set_optimizer_state_dict(modules[role_of(item)], item, entries, options=_OPTIONS)
+
+
+def _check_shapes(path: Path, metadata: Metadata, targets: dict[str, _Tensors]) -> None:
+    for name, tensors in targets.items():
+        for key, tensor in tensors.items():
+            saved = metadata.state_dict_metadata.get(f"{name}.{key}")
+            shape = tuple(saved.size) if isinstance(saved, TensorStorageMetadata) else None
+            if shape != tuple(tensor.shape):
+                found = f"has shape {shape} there" if shape else "is not in it"
+                raise CheckpointMismatchError(
+                    f"The checkpoint at {path} is of another architecture: {name}.{key} has shape {tuple(tensor.shape)} here and "
+                    f"{found}. Build the roles with the config that it was saved from."
+                )
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()

@@ -1,0 +1,71 @@
+"""One true gradient norm over parameters that live on different meshes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+
+def clip_by_true_norm(
+    parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = True
+) -> Tensor:
+    """Scale gradients in place so that their total norm is at most ``max_norm``, and return the norm before.
+
+    torch's own function refuses parameters of several meshes (norm weights lie on the data axis, matrices on data and
+    tensor). Here the norm is taken for each mesh, then of these norms. Parameters that are whole on every rank count once.
+
+    Args:
+        parameters: Parameters; those without a gradient are passed over.
+        max_norm: Largest norm.
+        norm_type: Order of the norm.
+        error_if_nonfinite: Whether a norm that is not finite is an error.
+
+    Raises:
+        RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set.
+    """
+    by_layout: dict[_Layout, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_layout.setdefault(_layout(parameter.grad), []).append(parameter)
+    norms = [_norm([p.grad for p in group if p.grad is not None], *key, norm_type) for key, group in by_layout.items()]
+    if not norms:
+        return torch.tensor(0.0)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(
+            f"The gradient norm is {total.item()}, so the step would write NaN into the weights; nothing was changed. Look at "
+            "the loss, or pass error_if_nonfinite=False."
+        )
+    for group in by_layout.values():
+        clip_grads_with_norm_(group, max_norm, total)
+    return total
+
+
+_Layout = tuple[DeviceMesh | None, tuple[int, ...]]
+"""A mesh, and the axes of it that a gradient is cut over."""
+
+
+def _layout(gradient: Tensor) -> _Layout:
+    if not isinstance(gradient, DTensor):
+        return None, ()
+    return gradient.device_mesh, tuple(i for i, place in enumerate(gradient.placements) if not place.is_replicate())
+
+
+def _norm(gradients: list[Tensor], mesh: DeviceMesh | None, cut: tuple[int, ...], norm_type: float) -> Tensor:
+    """The norm of gradients of one layout: of the parts here, then summed over the axes that cut them."""
+    parts = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    norm = get_total_norm(parts, norm_type).float()
+    infinite = math.isinf(norm_type)
+    power = norm if infinite else norm**norm_type
+    for axis in cut:
+        assert mesh is not None  # only a DTensor is cut
+        dist.all_reduce(power, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=mesh.get_group(axis))
+    total: Tensor = power if infinite else power ** (1 / norm_type)
+    return total

@@ -1,0 +1,107 @@
+"""Process groups: who makes them, and which role and operation each belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from lightning_verl.models import compat
+from lightning_verl.strategies.layout import RoleLayout, check_names
+
+DEFAULT_TIMEOUT = timedelta(seconds=1800)
+
+OPERATIONS = {"gather": "shard", "reduce": "shard", "replicate": "replicate", "tensor": "tensor", "scores": "data"}
+"""What a role communicates, and along which axis of its grid.
+
+``gather``: FSDP2's parameter all-gather. ``reduce``: its gradient reduce-scatter. ``replicate``: the gradient all-reduce
+over whole copies. ``tensor``: the reductions inside cut matrices. ``scores``: loss normalisers, statistics and scores.
+"""
+
+
+class NCCLGroupManager:
+    """Creates process groups, every rank of the world in the same order."""
+
+    @staticmethod
+    def create_group(
+        ranks: Sequence[int],
+        backend: str | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        *,
+        high_priority: bool = False,
+        description: str = "",
+    ) -> dist.ProcessGroup | None:
+        """Create one group. Every rank of the world must call it, also those outside ``ranks``.
+
+        Args:
+            ranks: World ranks of the group, in the order of the group.
+            backend: "nccl" or "gloo"; None takes the backend of the world.
+            timeout: How long a collective of the group may take.
+            high_priority: Run the group's kernels on a high-priority stream (NCCL only; ignored by other backends).
+            description: A name for error messages.
+
+        Returns:
+            The group, or None on a rank that is not in it.
+
+        Raises:
+            RuntimeError: No process group exists yet.
+        """
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "NCCLGroupManager.create_group needs a world of processes; call fabric.launch() first (one CPU process has "
+                "no groups and needs none)."
+            )
+        options = None
+        if high_priority and (backend or dist.get_backend()) == "nccl":
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            options._timeout = timeout  # options carry a time-out of their own, which would win
+        group = compat.new_group(ranks, backend=backend, timeout=timeout, description=description, options=options)
+        return group if dist.get_rank() in ranks else None
+
+
+class GroupRegistry:
+    """The groups of every role and operation. Roles share one group an axis unless one is put in its place."""
+
+    def __init__(self, timeout: timedelta, backend: str | None) -> None:
+        self._timeout = timeout
+        self._backend = backend
+        self._shared: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._own: dict[tuple[str, str], dist.ProcessGroup] = {}
+
+    def put(self, layout: RoleLayout, operation: str, group: dist.ProcessGroup) -> None:
+        """Use ``group`` for one operation of a role, from the role's set-up on.
+
+        Raises:
+            ValueError: The operation is unknown, or the group's ranks are not this rank's line of the role's grid.
+        """
+        check_names("HybridStrategy.set_group", [operation], OPERATIONS, "operation")
+        ranks = dist.get_process_group_ranks(group)
+        wanted = _own_line(layout, OPERATIONS[operation])
+        if ranks != wanted:
+            raise ValueError(
+                f"HybridStrategy.set_group: the group for {layout.role!r} / {operation!r} has ranks {ranks}, but this rank "
+                f"communicates along the {OPERATIONS[operation]} axis with {wanted}. Create the group with those ranks."
+            )
+        self._own[layout.role, operation] = group
+
+    def get(self, layout: RoleLayout, operation: str) -> dist.ProcessGroup:
+        """The group of one operation of a role; created with all its sister lines on first use (a collective call)."""
+        own = self._own.get((layout.role, operation))
+        if own is not None:
+            return own
+        axis = OPERATIONS[operation]
+        for line in layout.lines(axis):
+            if tuple(line) not in self._shared:
+                self._shared[tuple(line)] = NCCLGroupManager.create_group(
+                    line, self._backend, self._timeout, description=f"shared:{line}"
+                )
+        group = self._shared[tuple(_own_line(layout, axis))]
+        if group is None:
+            raise RuntimeError(f"rank {dist.get_rank()} is not in the {axis} axis of role {layout.role!r}")
+        return group
+
+
+def _own_line(layout: RoleLayout, axis: str) -> list[int]:
+    rank = dist.get_rank()
+    return next(line for line in layout.lines(axis) if rank in line)

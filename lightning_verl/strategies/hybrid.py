@@ -1,0 +1,398 @@
+"""``HybridStrategy``: the mesh, every role's layout, its groups, and its set-up, as a strategy of Lightning Fabric."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.precision import Precision
+from lightning.fabric.strategies import ModelParallelStrategy
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.utilities.types import _PATH
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_verl.models.compat import check_versions
+from lightning_verl.parallel.checkpointing import ActivationCheckpointing, apply_activation_checkpointing
+from lightning_verl.parallel.fsdp import apply_fsdp, gathered, no_gradient_sync, reshard
+from lightning_verl.parallel.tensor import apply_tensor_parallel, models_to_cut
+from lightning_verl.strategies import checkpoint
+from lightning_verl.strategies.clipping import clip_by_true_norm
+from lightning_verl.strategies.groups import DEFAULT_TIMEOUT, GroupRegistry
+from lightning_verl.strategies.layout import ROLES, RoleLayout, check_config, check_names, resolve_layouts
+from lightning_verl.strategies.mesh import DeviceMesh
+from lightning_verl.strategies.precision import HybridPrecision
+
+
+class _SyncControl(_BackwardSyncControl):
+    """Lightning's own leaves gradient synchronisation off after ``no_backward_sync(enabled=False)``."""
+
+    @override
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        return no_gradient_sync(module, enabled)
+
+
+class HybridStrategy(ModelParallelStrategy):
+    """Train and roll out the roles of RL post-training, each with its own layout, on one mesh of ranks.
+
+    Works on CPU and CUDA with 1 to N processes. One CPU process without mixed precision needs no process group.
+
+    Args:
+        mesh_shape: Ranks of the axes (data, tensor, pipeline, expert), or a ``DeviceMesh``. None: data = world.
+        parallelism_config: Sizes of single roles, such as ``{"actor": {"dp": 2, "tp": 2}}``; keys ``dp`` (shards), ``tp``,
+            ``replicate`` (fill the mesh with copies). A role that is left out takes the mesh's numbers.
+        hybrid_engine_config: ``rollout_tp`` and ``update_dp``; today both must agree with the actor's entry.
+        activation_checkpointing: ``"selective"``, ``"full"``, a list of module-name suffixes or None; a role's own wins.
+        defer_gradient_sync: Over an accumulated mini-batch, reduce gradients once at its end instead of in every micro-batch.
+            It saves traffic and costs one whole fp32 copy of the gradients.
+        timeout: Longest time of a collective.
+        process_group_backend: "nccl" or "gloo"; None takes the device's.
+
+    Raises:
+        ValueError: Sizes, names or options that cannot hold; before any process is launched.
+        ImportError: A version of torch or transformers that is not supported.
+    """
+
+    def __init__(
+        self,
+        mesh_shape: DeviceMesh | Sequence[int] | None = None,
+        parallelism_config: Mapping[str, Mapping[str, Any]] | None = None,
+        hybrid_engine_config: Mapping[str, Any] | None = None,
+        *,
+        activation_checkpointing: ActivationCheckpointing = None,
+        defer_gradient_sync: bool = False,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        process_group_backend: str | None = None,
+    ) -> None:
+        check_versions()
+        super().__init__(
+            parallelize_fn=lambda module, mesh: module, process_group_backend=process_group_backend, timeout=timeout
+        )
+        self.mesh = None if mesh_shape is None else DeviceMesh.of(mesh_shape)
+        self.activation_checkpointing = activation_checkpointing
+        self.defer_gradient_sync = defer_gradient_sync
+        self._config = dict(parallelism_config or {})
+        self._engine_config = dict(hybrid_engine_config or {})
+        check_config(self._config, self._engine_config)
+        self._layouts: dict[str, RoleLayout] | None = None
+        self._groups = GroupRegistry(timeout, process_group_backend)
+        self._meshes: dict[str, TorchDeviceMesh] = {}
+        self._roles: dict[str, nn.Module] = {}
+        self._role_of_parameter: dict[int, str] = {}
+        self._versions: dict[str, int] = {}
+        self._backward_sync_control = _SyncControl()
+
+    # ---- environment -------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        # Under torchrun every CPU process sees one device, whatever its local rank.
+        devices = self.parallel_devices or [torch.device("cpu")]
+        return devices[0] if devices[0].type == "cpu" else devices[self.local_rank]
+
+    @override
+    def _configure_launcher(self) -> None:
+        """Check the rank arithmetic before any process is started, then let Fabric start them."""
+        environment = self.cluster_environment
+        external = environment is not None and environment.creates_processes_externally
+        self._resolve(environment.world_size() if external and environment else self.num_nodes * self.num_processes)
+        if self.num_nodes * self.num_processes > 1:
+            super()._configure_launcher()
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there is a world of processes: more than one rank, CUDA, or mixed precision (FSDP2 does the casts)."""
+        return self.world_size > 1 or self.root_device.type == "cuda" or self.hybrid_precision.needs_policy
+
+    @override
+    def setup_environment(self) -> None:
+        self._resolve(self.world_size)
+        if self.accelerator is not None:
+            self.accelerator.setup_device(self.root_device)
+        if self.world_size > 1:
+            self._setup_distributed()
+        elif self.is_distributed and not dist.is_initialized():
+            backend = self._get_process_group_backend()
+            device_id = self.root_device if self.root_device.type == "cuda" else None
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
+
+    def _resolve(self, world_size: int) -> None:
+        self._layouts = resolve_layouts(world_size, self.mesh, self._config, self._engine_config)
+
+    @property
+    @override
+    def device_mesh(self) -> TorchDeviceMesh:
+        """The actor's mesh of (replicate, shard, tensor) ranks. RuntimeError before launch or without a process group."""
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "HybridStrategy.device_mesh exists after fabric.launch() in a world of processes; one CPU process has none."
+            )
+        return self.role_mesh("actor")
+
+    # Fabric sets and reads the precision through this property, so it is where ours takes the place of its own.
+    @property
+    def precision(self) -> Precision:
+        """The precision plugin, always a ``HybridPrecision``."""
+        return self.hybrid_precision
+
+    @precision.setter
+    def precision(self, precision: Precision | None) -> None:
+        if precision is not None and not isinstance(precision, HybridPrecision):
+            precision = HybridPrecision(precision.precision)
+        self._precision = precision
+
+    @property
+    def hybrid_precision(self) -> HybridPrecision:
+        """The precision plugin, typed."""
+        if self._precision is None:
+            self._precision = HybridPrecision()
+        return self._precision  # type: ignore[return-value]
+
+    # ---- layouts and groups ------------------------------------------------------------------------------------------
+
+    def layout(self, role: str) -> RoleLayout:
+        """The layout of a role.
+
+        Raises:
+            RuntimeError: The strategy is not part of a Fabric yet, so the number of ranks is not known.
+            ValueError: An unknown role.
+        """
+        check_names(type(self).__name__, [role], ROLES, "role")
+        if self._layouts is None:
+            raise RuntimeError("HybridStrategy.layout needs the number of ranks: pass the strategy to Fabric first.")
+        return self._layouts[role]
+
+    def data_rank(self, role: str) -> int:
+        """This rank's data coordinate in a role: which rows it holds."""
+        return self.layout(role).data_rank(self.global_rank)
+
+    def tensor_rank(self, role: str) -> int:
+        """This rank's tensor coordinate in a role; 0 speaks for the ranks that share its rows."""
+        return self.layout(role).tensor_rank(self.global_rank)
+
+    def group(self, role: str, operation: str) -> dist.ProcessGroup | None:
+        """The process group of a role's operation (see ``groups.OPERATIONS``), None without a process group."""
+        return self._groups.get(self.layout(role), operation) if dist.is_initialized() else None
+
+    def set_group(self, role: str, operation: str, group: dist.ProcessGroup) -> None:
+        """Put a group in place for a role's operation, before the role is set up.
+
+        Raises:
+            RuntimeError: The role is set up already.
+            ValueError: The group's ranks do not fit.
+        """
+        if role in self._roles:
+            raise RuntimeError(f"HybridStrategy.set_group: role {role!r} is set up already; set its groups before that.")
+        self._groups.put(self.layout(role), operation, group)
+
+    def role_mesh(self, role: str) -> TorchDeviceMesh:
+        """The torch mesh of a role: axes ``<role>_replicate``, ``<role>_shard``, ``<role>_tensor``.
+
+        Names are a role's own because torch takes meshes with equal ranks and names for the same mesh, and would run one
+        role's collectives on another role's groups.
+        """
+        if role not in self._meshes:
+            layout = self.layout(role)
+            groups = [self._groups.get(layout, operation) for operation in ("replicate", "gather", "tensor")]
+            grid = torch.tensor(layout.ranks).view(layout.replicas, layout.shards, layout.tensor)
+            names = tuple(f"{role}_{axis}" for axis in ("replicate", "shard", "tensor"))
+            self._meshes[role] = TorchDeviceMesh.from_group(
+                groups, self.root_device.type, mesh=grid, mesh_dim_names=names
+            )
+        return self._meshes[role]
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        layout = self.layout("actor")
+        return {"num_replicas": layout.data_size, "rank": layout.data_rank(self.global_rank)}
+
+    # ---- set-up of roles ---------------------------------------------------------------------------------------------
+
+    def assign_role(self, module: nn.Module, role: str) -> nn.Module:
+        """Give a plain module a role and return it."""
+        check_names(f"{type(self).__name__}.assign_role", [role], ROLES, "role")
+        module.role = role  # type: ignore[assignment]
+        return module
+
+    def role_of(self, module: nn.Module) -> str:
+        """The role of a module.
+
+        Raises:
+            ValueError: It has none, or an unknown one.
+        """
+        role = getattr(module, "role", None)
+        if not isinstance(role, str):
+            raise ValueError(
+                f"HybridStrategy cannot tell the role of {type(module).__name__}: set a class attribute role, one of "
+                f"{ROLES}, or call strategy.assign_role(module, role)."
+            )
+        check_names(type(module).__name__, [role], ROLES, "role")
+        return role
+
+    @override
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        role = self.role_of(module)
+        if not getattr(module, "trainable", True):
+            module.requires_grad_(False)
+        if next(module.parameters(), None) is not None:
+            self._parallelize(module, role)
+        self._roles[role] = module
+        self._versions.setdefault(role, 0)
+        self._role_of_parameter.update((id(parameter), role) for parameter in module.parameters())
+        return module
+
+    def _parallelize(self, module: nn.Module, role: str) -> None:
+        layout = self.layout(role)
+        models = models_to_cut(module, layout.tensor)
+        self.hybrid_precision.convert_module(module)
+        module.to(self.root_device)
+        mode = getattr(module, "activation_checkpointing", None)
+        if not dist.is_initialized():
+            apply_activation_checkpointing(module, mode or self.activation_checkpointing)
+            return
+        mesh = self.role_mesh(role)
+        self._copy_from_first_rank(module, layout)
+        for model in models:
+            apply_tensor_parallel(model, mesh[f"{role}_tensor"])
+        apply_activation_checkpointing(module, mode or self.activation_checkpointing)
+        if layout.data_size > 1 or self.hybrid_precision.needs_policy or self.root_device.type == "cuda":
+            axes = (f"{role}_replicate", f"{role}_shard") if layout.replicas > 1 else (f"{role}_shard",)
+            apply_fsdp(module, mesh[axes], self.hybrid_precision.policy(), self._groups.get(layout, "reduce"))
+
+    def _copy_from_first_rank(self, module: nn.Module, layout: RoleLayout) -> None:
+        """Make every rank start from the same weights, also where they were drawn at random on each."""
+        if len(layout.ranks) == 1:
+            return
+        with torch.no_grad():
+            for tensor in [*module.parameters(), *module.buffers()]:
+                dist.broadcast(tensor.data, src=layout.ranks[0])
+
+    @override
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        """Set up a role and point its optimizers, made before, at the parameters that sharding put in place."""
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        module = self.setup_module(module)
+        sharded = dict(module.named_parameters())
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [sharded[names[id(p)]] if id(p) in names else p for p in group["params"]]
+        return module, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        self.role_of_optimizer(optimizer)
+        return optimizer
+
+    def role_of_optimizer(self, optimizer: Optimizer) -> str:
+        """The one role whose parameters an optimizer holds.
+
+        Raises:
+            ValueError: It holds parameters of several roles, or of none that is set up.
+        """
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        roles = {self._role_of_parameter.get(id(parameter)) for parameter in parameters}
+        role = roles.pop() if len(roles) == 1 else None
+        if role is None:
+            raise ValueError(
+                f"HybridStrategy: an optimizer takes the parameters of one role that is set up, got those of {roles or None} "
+                "(None: a module not set up, or parameters taken before sharding). Set the role up first, or both together "
+                "with fabric.setup(module, optimizer)."
+            )
+        return role
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    @override
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        role = self.role_of_optimizer(optimizer)
+        result = super().optimizer_step(optimizer, **kwargs)
+        self._versions[role] += 1
+        return result
+
+    @override
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float | int,
+        norm_type: float | int = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return clip_by_true_norm(parameters, float(max_norm), float(norm_type), error_if_nonfinite)
+
+    # ---- rollout and update ------------------------------------------------------------------------------------------
+
+    def weight_version(self, role: str) -> int:
+        """How many optimizer steps a role has taken since set-up (or since what a checkpoint said)."""
+        return self._versions.get(role, 0)
+
+    @contextmanager
+    def rollout(self, actor: nn.Module) -> Iterator[Any]:
+        """Hold the actor in its rollout layout and yield its engine, which may only generate inside (a collective call).
+
+        Args:
+            actor: The actor, set up; as Fabric returned it or the module itself.
+        """
+        module = getattr(actor, "module", actor)
+        engine: Any = module.engine
+        with gathered(module):
+            engine.load_weights((), self.weight_version(self.role_of(module)))
+            try:
+                yield engine
+            finally:
+                engine.release()
+
+    @contextmanager
+    def update(self, actor: nn.Module) -> Iterator[nn.Module]:
+        """Hold the actor in its update layout and yield it."""
+        reshard(getattr(actor, "module", actor))
+        yield actor
+
+    # ---- checkpoint --------------------------------------------------------------------------------------------------
+
+    @override
+    def save_checkpoint(
+        self,
+        path: _PATH,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Save any number of roles and optimizers to one directory; see ``strategies.checkpoint``."""
+        if storage_options is not None or filter is not None:
+            raise TypeError("HybridStrategy.save_checkpoint takes neither storage_options nor filter; leave them out.")
+        versions = {**self._versions}
+        checkpoint.save(Path(self.broadcast(path)), {**state, "weight_versions": versions}, self.role_of_optimizer)
+
+    @override
+    def load_checkpoint(
+        self, path: _PATH, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a directory that ``save_checkpoint`` wrote, on this or another layout, and return what ``state`` lacks."""
+        if not isinstance(state, dict) or not state:
+            raise ValueError(
+                f"HybridStrategy.load_checkpoint got state={type(state).__name__}; pass a dictionary with the names used at "
+                "saving, such as {'actor': actor}."
+            )
+        rest = checkpoint.load(Path(self.broadcast(path)), state, self.role_of_optimizer, strict)
+        self._versions.update(rest.pop("weight_versions", {}))
+        return rest
+
+    @override
+    def teardown(self) -> None:
+        """Leave the process group. Fabric itself never calls this; scripts that end their process need not either."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+

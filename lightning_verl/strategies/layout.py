@@ -1,0 +1,175 @@
+"""Rank arithmetic: from a world size, a mesh and a ``parallelism_config`` to the layout of every role. Pure Python."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_verl.strategies.mesh import DeviceMesh
+
+ROLES = ("actor", "critic", "reference", "reward")
+_ENTRY_KEYS = ("dp", "tp", "pp", "ep", "ranks", "replicate")
+_ENGINE_KEYS = ("rollout_tp", "update_dp", "offload_to_cpu")
+
+
+@dataclass(frozen=True)
+class RoleLayout:
+    """How one role lies on the ranks: a grid of replicas x shards x tensor ranks."""
+
+    role: str
+    """The role's name."""
+    replicas: int
+    """Whole copies of the role; gradients are averaged over them."""
+    shards: int
+    """Parts that FSDP2 cuts each copy into."""
+    tensor: int
+    """Ranks that cut the matrices of one shard, and share its rows."""
+    ranks: tuple[int, ...]
+    """World ranks in the order of the grid, the tensor axis fastest."""
+
+    @property
+    def data_size(self) -> int:
+        """Data ranks: coordinates that hold rows of their own."""
+        return self.replicas * self.shards
+
+    def data_rank(self, rank: int) -> int:
+        """The data coordinate of a world rank."""
+        return self.ranks.index(rank) // self.tensor
+
+    def tensor_rank(self, rank: int) -> int:
+        """The tensor coordinate of a world rank."""
+        return self.ranks.index(rank) % self.tensor
+
+    def lines(self, axis: str) -> list[list[int]]:
+        """The ranks that communicate along an axis, one list for each line of the grid.
+
+        Args:
+            axis: ``"replicate"``, ``"shard"``, ``"tensor"``, or ``"data"`` (replicate and shard together).
+        """
+        strides = {
+            "tensor": (self.tensor, 1),
+            "shard": (self.shards, self.tensor),
+            "replicate": (self.replicas, self.shards * self.tensor),
+            "data": (self.data_size, self.tensor),
+        }
+        size, stride = strides[axis]
+        starts = [i for i in range(len(self.ranks)) if (i // stride) % size == 0]
+        return [[self.ranks[start + step * stride] for step in range(size)] for start in starts]
+
+
+def check_names(owner: str, given: Iterable[str], known: Iterable[str], what: str) -> None:
+    """Refuse an unknown name and offer the nearest known one.
+
+    Args:
+        owner: The class that took the name, for the message.
+        given: Names as the user wrote them.
+        known: Names that exist.
+        what: What the names are, such as "role".
+
+    Raises:
+        ValueError: A name is not known.
+    """
+    known = tuple(known)
+    for name in given:
+        if name in known:
+            continue
+        near = difflib.get_close_matches(str(name), known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{owner} got an unknown {what} {name!r}; known are {', '.join(map(repr, known))}.{hint}")
+
+
+def check_config(parallelism_config: Mapping[str, Mapping[str, Any]], engine: Mapping[str, Any]) -> None:
+    """Check names and values that need no world size.
+
+    Raises:
+        ValueError: An unknown role or key, a size that is not a positive whole number, or something not supported yet.
+    """
+    check_names("HybridStrategy(parallelism_config)", parallelism_config, ROLES, "role")
+    for role, entry in parallelism_config.items():
+        owner = f"HybridStrategy(parallelism_config[{role!r}])"
+        check_names(owner, entry, _ENTRY_KEYS, "key")
+        for key in ("dp", "tp", "pp", "ep"):
+            _check_size(owner, key, entry.get(key, 1))
+        for key, axis in (("pp", "pipeline"), ("ep", "expert")):
+            if entry.get(key, 1) > 1:
+                raise ValueError(f"{owner} got {key}={entry[key]}; {axis} > 1 is not supported yet, set it to 1.")
+        if entry.get("ranks"):
+            raise ValueError(f"{owner} got ranks={entry['ranks']}; roles on ranks of their own are not supported yet.")
+    owner = "HybridStrategy(hybrid_engine_config)"
+    check_names(owner, engine, _ENGINE_KEYS, "key")
+    for key in ("rollout_tp", "update_dp"):
+        _check_size(owner, key, engine.get(key, 1))
+    if engine.get("offload_to_cpu"):
+        raise ValueError(f"{owner} got offload_to_cpu=True, which is not supported yet; leave it out or set it to False.")
+
+
+def _check_size(owner: str, key: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{owner} got {key}={value!r}; it takes a whole number of at least 1.")
+
+
+def resolve_layouts(
+    world_size: int,
+    mesh: DeviceMesh | None,
+    parallelism_config: Mapping[str, Mapping[str, Any]],
+    engine: Mapping[str, Any],
+) -> dict[str, RoleLayout]:
+    """Derive the layout of every role.
+
+    A world of k whole meshes replicates the mesh k times along data. A role that is left out takes the mesh's own
+    numbers. ``dp x tp`` of a role equals the ranks of one mesh; with ``replicate=True`` it may be a divisor of them, and
+    copies of the role fill the mesh. ``{"dp": 1}`` is one whole copy on each rank.
+
+    Args:
+        world_size: Ranks there are.
+        mesh: The mesh, or None for one whose data axis is the world.
+        parallelism_config: Sizes for each role, checked by ``check_config``.
+        engine: The hybrid engine's sizes, checked by ``check_config``.
+
+    Raises:
+        ValueError: The numbers do not fit; the message writes out the whole equation.
+    """
+    mesh = mesh or DeviceMesh((world_size, 1, 1, 1))
+    copies, rest = divmod(world_size, mesh.size)
+    if rest or copies == 0:
+        raise ValueError(
+            f"HybridStrategy: world = k x (data x tensor x pipeline x expert) + claimed ranks does not hold: "
+            f"{world_size} = k x ({mesh.equation()}) + 0 has no whole k >= 1. Start a multiple of {mesh.size} processes, or "
+            f"give a mesh_shape whose product divides {world_size}."
+        )
+    layouts = {role: _layout(role, mesh, copies, parallelism_config.get(role)) for role in ROLES}
+    _check_engine(layouts["actor"], engine)
+    return layouts
+
+
+def _layout(role: str, mesh: DeviceMesh, copies: int, entry: Mapping[str, Any] | None) -> RoleLayout:
+    entry = entry or {"dp": mesh.axis("data"), "tp": mesh.axis("tensor")}
+    tensor = entry.get("tp", 1)
+    shards = entry.get("dp", max(mesh.size // tensor, 1))
+    whole_copy = shards == tensor == 1
+    fits = mesh.size % (shards * tensor) == 0 if entry.get("replicate") or whole_copy else mesh.size == shards * tensor
+    if not fits:
+        raise ValueError(
+            f"HybridStrategy(parallelism_config[{role!r}]): dp x tp = {shards} x {tensor} = {shards * tensor} does not "
+            f"equal the mesh's ranks, {mesh.equation()}. Make dp x tp = {mesh.size}, or set replicate=True with a dp x tp "
+            f"that divides {mesh.size}."
+        )
+    replicas = copies * mesh.size // (shards * tensor)
+    return RoleLayout(role, replicas, shards, tensor, tuple(range(copies * mesh.size)))
+
+
+def _check_engine(actor: RoleLayout, engine: Mapping[str, Any]) -> None:
+    update_dp = engine.get("update_dp", actor.shards)
+    if update_dp != actor.shards:
+        raise ValueError(
+            f"HybridStrategy(hybrid_engine_config): update_dp={update_dp} differs from the actor's dp={actor.shards}. "
+            "Leave update_dp out or make them agree."
+        )
+    rollout_tp = engine.get("rollout_tp", actor.tensor)
+    if rollout_tp != actor.tensor:
+        raise ValueError(
+            f"HybridStrategy(hybrid_engine_config): rollout_tp={rollout_tp} differs from the actor's tp={actor.tensor}; a "
+            "rollout layout of its own is not supported yet. Leave rollout_tp out or make them agree."
+        )

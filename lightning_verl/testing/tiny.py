@@ -1,0 +1,83 @@
+"""Tiny causal language models of every supported family, small enough to train on a CPU within a test."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+Family = Literal["llama", "qwen2", "qwen3", "gpt2"]
+
+_ROTARY: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+_COMMON: dict[str, Any] = {"vocab_size": 128, "bos_token_id": 1, "eos_token_id": 2, "use_cache": True}
+
+# Five times the usual scale: at this width logits would else be all but equal, and greedy choices nearly tied.
+_INITIALIZER_RANGE = 0.1
+
+
+def tiny_config(family: Family = "qwen3", **overrides: Any) -> PreTrainedConfig:
+    """Return the config of a tiny model: hidden 64, 2 layers, 4 heads, 2 key-value heads, 128 tokens, 128 positions.
+
+    "llama" and "qwen3" have a head of their own, "qwen2" and "gpt2" tie it to the embedding. "gpt2" has learned
+    positions and as many key-value heads as heads. Dropout is 0. Token ids 1 and 2 begin and end a text, as in
+    :func:`lightning_verl.testing.char_tokenizer`.
+
+    Args:
+        family: "llama", "qwen2", "qwen3" or "gpt2".
+        **overrides: Entries of the family's own config class, which win over the values above.
+
+    Raises:
+        ValueError: There is no such family.
+    """
+    if family == "gpt2":
+        sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 128, "n_positions": 128}
+        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        entries = {**_COMMON, **sizes, **dropout, "initializer_range": _INITIALIZER_RANGE, **overrides}
+        return GPT2Config(**entries)
+    if family not in _ROTARY:
+        raise ValueError(f"tiny_config: family must be one of {', '.join([*_ROTARY, 'gpt2'])}, got {family!r}.")
+    entries = {
+        **_COMMON,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": family == "qwen2",
+        "initializer_range": _INITIALIZER_RANGE,
+        **overrides,
+    }
+    if family == "qwen3":  # its default, 128, does not follow the width
+        entries.setdefault("head_dim", entries["hidden_size"] // entries["num_attention_heads"])
+    return _ROTARY[family](**entries)
+
+
+def tiny_model(family: Family = "qwen3", *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """Return a tiny float32 model on the CPU, in eval mode, its weights drawn from ``seed`` alone.
+
+    The global random state is the same before and after.
+
+    Args:
+        family: "llama", "qwen2", "qwen3" or "gpt2".
+        seed: Equal seeds give equal weights.
+        **overrides: Entries of the family's config class, as for :func:`tiny_config`.
+
+    Raises:
+        ValueError: There is no such family.
+    """
+    config = tiny_config(family, **overrides)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed CUDA too
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.eval()
+    return model

@@ -1,0 +1,103 @@
+"""Rank arithmetic, with no process group."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+from lightning_verl.data.sharding import rollout_rows
+from lightning_verl.strategies.layout import RoleLayout, check_config, resolve_layouts
+from lightning_verl.strategies.mesh import DeviceMesh
+
+SCRIPT = {"actor": {"tp": 2, "dp": 2}, "critic": {"tp": 1, "dp": 4}, "reward": {"dp": 1}}
+
+
+def resolve(world: int, mesh: Any = None, config: Any = None, engine: Any = None) -> dict[str, RoleLayout]:
+    return resolve_layouts(world, None if mesh is None else DeviceMesh.of(mesh), config or {}, engine or {})
+
+
+def test_no_shape_puts_the_world_on_the_data_axis() -> None:
+    layout = resolve(4)["actor"]
+    assert (layout.replicas, layout.shards, layout.tensor, layout.ranks) == (1, 4, 1, (0, 1, 2, 3))
+
+
+def test_the_four_process_script() -> None:
+    layouts = resolve(4, (2, 2, 1, 1), SCRIPT, {"rollout_tp": 2, "offload_to_cpu": False})
+    sizes = {role: (layout.replicas, layout.shards, layout.tensor) for role, layout in layouts.items()}
+    # The reference is left out and takes the mesh's numbers; reward {"dp": 1} is one whole copy on each rank.
+    assert sizes == {"actor": (1, 2, 2), "critic": (1, 4, 1), "reference": (1, 2, 2), "reward": (4, 1, 1)}
+
+
+def test_whole_meshes_replicate_along_data() -> None:
+    layout = resolve(8, (2, 2, 1, 1))["actor"]
+    assert (layout.replicas, layout.shards, layout.tensor, layout.data_size) == (2, 2, 2, 4)
+
+
+def test_replicate_fills_the_mesh_with_copies() -> None:
+    layout = resolve(8, (8, 1, 1, 1), {"actor": {"dp": 2, "replicate": True}})["actor"]
+    assert (layout.replicas, layout.shards, layout.tensor) == (4, 2, 1)
+
+
+def test_lines_and_coordinates_of_a_grid() -> None:
+    # replicas x shards x tensor = 2 x 2 x 2, the tensor axis fastest: rank = 4 replica + 2 shard + tensor.
+    layout = RoleLayout("actor", 2, 2, 2, tuple(range(8)))
+    assert layout.lines("tensor") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert layout.lines("shard") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert layout.lines("replicate") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert layout.lines("data") == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert [layout.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [layout.tensor_rank(rank) for rank in range(8)] == [0, 1] * 4
+
+
+def test_rows_cover_every_mesh_and_are_equal_inside_a_model_copy() -> None:
+    """Replicas of the sampler are data ranks, never world ranks: all meshes (data, tensor) of at most 8 ranks."""
+    for data, tensor, copies in product(range(1, 9), range(1, 9), range(1, 5)):
+        if data * tensor * copies > 8:
+            continue
+        layout = resolve(data * tensor * copies, (data, tensor, 1, 1))["actor"]
+        rows = {
+            rank: rollout_rows(8, 8, layout.data_size, layout.data_rank(rank)) for rank in layout.ranks
+        }
+        for line in layout.lines("tensor"):
+            assert len({tuple(rows[rank]) for rank in line}) == 1
+        for line in layout.lines("data"):
+            assert sorted(row for rank in line for row in rows[rank]) == list(range(8))
+
+
+def test_a_world_that_does_not_fit_prints_the_whole_equation() -> None:
+    with pytest.raises(ValueError, match=r"6 = k x \(2 x 2 x 1 x 1 = 4\) \+ 0 has no whole k >= 1.*multiple of 4 processes"):
+        resolve(6, (2, 2, 1, 1))
+
+
+def test_a_role_that_does_not_fit_prints_its_equation() -> None:
+    with pytest.raises(ValueError, match=r"'critic'.*dp x tp = 2 x 1 = 2 does not equal.*2 x 2 x 1 x 1 = 4.*dp x tp = 4"):
+        resolve(4, (2, 2, 1, 1), {"critic": {"dp": 2}})
+    with pytest.raises(ValueError, match=r"dp x tp = 3 x 1 = 3.*divides 4"):
+        resolve(4, (2, 2, 1, 1), {"critic": {"dp": 3, "replicate": True}})
+
+
+def test_the_engine_agrees_with_the_actor() -> None:
+    with pytest.raises(ValueError, match=r"update_dp=4 differs from the actor's dp=2"):
+        resolve(4, (2, 2, 1, 1), None, {"update_dp": 4})
+    with pytest.raises(ValueError, match=r"rollout_tp=4 differs from the actor's tp=2.*not supported yet"):
+        resolve(4, (2, 2, 1, 1), None, {"rollout_tp": 4})
+
+
+@pytest.mark.parametrize(
+    ("config", "engine", "message"),
+    [
+        ({"acter": {}}, {}, r"unknown role 'acter'.*Did you mean 'actor'"),
+        ({"actor": {"tpp": 2}}, {}, r"parallelism_config\['actor'\].*unknown key 'tpp'.*Did you mean 'tp'"),
+        ({"actor": {"dp": 0}}, {}, r"dp=0; it takes a whole number of at least 1"),
+        ({"actor": {"pp": 2}}, {}, r"pp=2; pipeline > 1 is not supported yet"),
+        ({"actor": {"ep": 2}}, {}, r"ep=2; expert > 1 is not supported yet"),
+        ({"reward": {"dp": 1, "ranks": [3]}}, {}, r"ranks=\[3\]; roles on ranks of their own are not supported yet"),
+        ({}, {"rollout_dp": 2}, r"unknown key 'rollout_dp'.*Did you mean 'rollout_tp'"),
+        ({}, {"offload_to_cpu": True}, r"offload_to_cpu=True, which is not supported yet"),
+    ],
+)
+def test_names_and_values_are_checked_without_ranks(config: Any, engine: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_config(config, engine)

@@ -1,0 +1,142 @@
+"""One checkpoint for many roles and optimizers, on this layout and on others."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+
+from lightning_verl import Actor, Critic, HybridStrategy
+from lightning_verl.data.experience import RolloutBatch
+from lightning_verl.strategies.checkpoint import CheckpointMismatchError, _SafeUnpickler
+from lightning_verl.testing import run_ranks, tiny_model
+
+
+def some_rows() -> RolloutBatch:
+    generator = torch.Generator().manual_seed(1)
+    return RolloutBatch(
+        input_ids=torch.randint(3, 128, (4, 8), generator=generator),
+        prompt_lengths=torch.full((4,), 3),
+        response_lengths=torch.full((4,), 5),
+        rollout_logprobs=torch.zeros(4, 5),
+        group_ids=torch.arange(4),
+        truncated=torch.zeros(4, dtype=torch.bool),
+        prompt_texts=[""] * 4,
+        response_texts=[""] * 4,
+        fields=[{}] * 4,
+    )
+
+
+def roles(options: dict[str, Any], seed: int = 0) -> tuple[Fabric, dict[str, Any]]:
+    fabric = Fabric(accelerator="cpu", strategy=HybridStrategy(**options))
+    fabric.launch()
+    actor, critic = Actor(tiny_model(seed=seed)), Critic(tiny_model(seed=seed + 1))
+    state: dict[str, Any] = {"actor": fabric.setup_module(actor), "critic": fabric.setup_module(critic)}
+    for role, module in (("actor", actor), ("critic", critic)):
+        state[f"{role}_optimizer"] = fabric.setup_optimizers(torch.optim.AdamW(module.parameters(), lr=1e-3))
+    state["steps"] = 0
+    return fabric, state
+
+
+def train(fabric: Fabric, state: dict[str, Any]) -> None:
+    """One step on all rows; every rank has all of them, so the mean over data ranks is the same whatever their number."""
+    for role in ("actor", "critic"):
+        output = state[role](some_rows())
+        fabric.backward((output[0] if role == "actor" else output).square().sum())
+        state[f"{role}_optimizer"].step()
+        state[f"{role}_optimizer"].zero_grad()
+    state["steps"] += 1
+
+
+def figures(state: dict[str, Any]) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return [state["actor"](some_rows())[0], state["critic"](some_rows())]
+
+
+def write(folder: str, options: dict[str, Any]) -> list[torch.Tensor]:
+    fabric, state = roles(options)
+    for _ in range(2):
+        train(fabric, state)
+    fabric.save(folder, state)
+    saved = figures(state)
+    train(fabric, state)
+    return [*saved, *figures(state)]
+
+
+def read_and_go_on(folder: str, options: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor], int, int]:
+    fabric, state = roles(options, seed=7)
+    rest = fabric.load(folder, state)
+    loaded = figures(state)
+    version = fabric.strategy.weight_version("actor")
+    train(fabric, state)
+    return loaded, figures(state), state["steps"], version + len(rest)
+
+
+@pytest.mark.parametrize(
+    ("writers", "write_options", "readers", "read_options"),
+    [
+        (1, {}, 2, {"mesh_shape": (1, 2, 1, 1)}),
+        (4, {"mesh_shape": (2, 2, 1, 1), "parallelism_config": {"critic": {"dp": 4}}}, 2, {}),
+        (2, {"parallelism_config": {"actor": {"tp": 2}, "critic": {"dp": 1}}}, 1, {}),
+    ],
+    ids=["1-to-tensor2", "data2xtensor2-to-data2", "mixed2-to-1"],
+)
+def test_a_checkpoint_loads_on_another_layout(
+    tmp_path: Path, writers: int, write_options: dict[str, Any], readers: int, read_options: dict[str, Any]
+) -> None:
+    folder = str(tmp_path / "checkpoint")
+    saved = run_ranks(write, writers, folder, write_options)[0]
+    for loaded, after, steps, version in run_ranks(read_and_go_on, readers, folder, read_options):
+        assert (steps, version) == (3, 2)
+        torch.testing.assert_close(loaded, saved[:2], atol=1e-5, rtol=1e-5)
+        # Adam turns rounding of tiny gradients into steps of its own size, 1e-3: the next step is compared to 1e-4.
+        torch.testing.assert_close(after, saved[2:], atol=1e-4, rtol=1e-4)
+    assert not list(tmp_path.glob("*.incomplete"))
+
+
+def test_a_checkpoint_is_replaced_whole(tmp_path: Path) -> None:
+    fabric, state = roles({})
+    for steps in (1, 2):
+        state["steps"] = steps
+        fabric.save(tmp_path / "checkpoint", state)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+    fabric.load(tmp_path / "checkpoint", state)
+    assert state["steps"] == 2
+
+
+def test_another_architecture_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+    fabric, state = roles({})
+    fabric.save(tmp_path / "checkpoint", state)
+    wide = Actor(tiny_model(hidden_size=96))
+    module = fabric.setup_module(wide)
+    before = {name: value.clone() for name, value in wide.state_dict().items()}
+    with pytest.raises(CheckpointMismatchError, match=r"another architecture: actor\.model.* has shape .*96.* here and has shape"):
+        fabric.load(tmp_path / "checkpoint", {"actor": module})
+    assert all(torch.equal(value, before[name]) for name, value in wide.state_dict().items())
+
+
+def test_missing_names_and_folders_are_named(tmp_path: Path) -> None:
+    fabric, state = roles({})
+    with pytest.raises(FileNotFoundError, match="No whole checkpoint"):
+        fabric.load(tmp_path / "nothing", state)
+    fabric.save(tmp_path / "checkpoint", {"actor": state["actor"]})
+    with pytest.raises(CheckpointMismatchError, match=r"holds \['actor', .*\] but not \['critic'\]"):
+        fabric.load(tmp_path / "checkpoint", {"actor": state["actor"], "critic": state["critic"]})
+    rest = fabric.load(tmp_path / "checkpoint", {"actor": state["actor"], "critic": state["critic"]}, strict=False)
+    assert rest == {}
+    with pytest.raises(ValueError, match="whose module is not in the state"):
+        fabric.save(tmp_path / "other", {"actor_optimizer": state["actor_optimizer"]})
+
+
+def test_metadata_builds_nothing_but_descriptions_of_tensors() -> None:
+    class Attack:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return eval, ("1 + 1",)
+
+    with pytest.raises(pickle.UnpicklingError, match="eval, which is not part of a checkpoint"):
+        _SafeUnpickler(io.BytesIO(pickle.dumps(Attack()))).load()

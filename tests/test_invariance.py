@@ -1,0 +1,237 @@
+"""Losses and gradients do not depend on ranks, layouts, or how a mini-batch is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from lightning_verl import GRPO, PPO, SFT, Actor, Critic, HybridDataFlow, HybridStrategy, Reference
+from lightning_verl.algorithms.base import Algorithm
+from lightning_verl.data.experience import Experience, RolloutBatch
+from lightning_verl.data.sharding import split
+from lightning_verl.testing import run_ranks, tiny_model
+
+GROUPS, SAMPLES, WIDTH, RESPONSE = 5, 2, 14, 6
+FAMILIES = ("llama", "qwen2", "qwen3")
+ALGORITHMS = ("ppo", "grpo", "sft")
+ONE_ROW, TWO_CUTS, EVERYTHING = 1, 60, 10_000
+"""Tokens a micro-batch: each row alone, about two micro-batches, all rows at once."""
+
+Config = Mapping[str, Mapping[str, Any]]
+Steps = dict[str, Tensor]
+
+
+class SGDActor(Actor):
+    """An actor whose step is its gradient."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([parameter for parameter in self.parameters() if parameter.requires_grad], lr=1.0)
+
+
+class SGDCritic(Critic):
+    """A critic whose step is its gradient."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def make_experience() -> Experience:
+    """Ten rows in five groups: unequal lengths, one empty response, one row that no reward scored."""
+    generator = torch.Generator().manual_seed(3)
+    rows = GROUPS * SAMPLES
+    prompts = torch.randint(1, 6, (rows,), generator=generator)
+    responses = torch.randint(1, RESPONSE + 1, (rows,), generator=generator)
+    responses[3] = 0
+    rollout = RolloutBatch(
+        input_ids=torch.randint(3, 128, (rows, WIDTH), generator=generator),
+        prompt_lengths=prompts,
+        response_lengths=responses,
+        rollout_logprobs=torch.zeros(rows, RESPONSE),
+        group_ids=torch.arange(GROUPS).repeat_interleave(SAMPLES),
+        truncated=torch.zeros(rows, dtype=torch.bool),
+        prompt_texts=[""] * rows,
+        response_texts=[""] * rows,
+        fields=[{} for _ in range(rows)],
+    )
+    scores = torch.randn(rows, generator=generator)
+    valid = torch.ones(rows, dtype=torch.bool)
+    valid[7] = False
+    return Experience(rollout, scores.masked_fill(~valid, 0.0), valid)
+
+
+def make_algorithm(name: str) -> Algorithm:
+    if name == "ppo":
+        return PPO(kl=0.05, kl_in="reward", entropy_coef=0.01)
+    return GRPO(kl=0.05) if name == "grpo" else SFT()
+
+
+def one_update(
+    family: str, algorithm: Algorithm, budget: int, strategy: HybridStrategy, options: Mapping[str, Any]
+) -> tuple[Steps, dict[str, float]]:
+    """Train once on the same rows under any layout; return every parameter's step, whole, and the metrics."""
+    fabric = Fabric(accelerator="cpu", strategy=strategy)
+    fabric.launch()
+    torch.manual_seed(11)  # adapters are drawn from the global state
+    actor = SGDActor(tiny_model(family), **options)
+    critic = SGDCritic(tiny_model(family, seed=1))
+    torch.nn.init.normal_(critic.value_head.weight, std=0.1, generator=torch.Generator().manual_seed(5))
+    flow = HybridDataFlow(
+        actor, critic, None, Reference(tiny_model(family, seed=2)), max_tokens_per_micro_batch=budget, max_grad_norm=1e9
+    )
+    flow.setup(fabric)
+    flow.setup_optimizers()
+    before = {role: whole(flow.modules[role]) for role in ("actor", "critic")}
+    rank, ranks = strategy.data_rank("actor"), strategy.layout("actor").data_size
+    own = [g * SAMPLES + sample for g in split(GROUPS, ranks, rank) for sample in range(SAMPLES)]
+    experience = make_experience().select(own)
+    experience.old_logprobs = flow.logprobs(experience.rollout)
+    experience.ref_logprobs = flow.reference_logprobs(experience.rollout)
+    experience.values = flow.values(experience.rollout)
+    algorithm.compute_advantages(experience, strategy.group("actor", "scores"))
+    algorithm.update(flow, experience)
+    steps = {
+        f"{role}.{name}": before[role][name] - value
+        for role in ("actor", "critic")
+        for name, value in whole(flow.modules[role]).items()
+    }
+    return steps, flow.metrics.compute()
+
+
+def whole(module: torch.nn.Module) -> dict[str, Tensor]:
+    state = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return {name: value.clone() for name, value in state.items()}
+
+
+def updates(
+    config: Config,
+    mesh: tuple[int, int, int, int] | None,
+    cuts: Sequence[tuple[str, str, int]],
+    actor_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> list[tuple[Steps, dict[str, float]]]:
+    """``one_update`` for several families, algorithms and budgets, on the ranks that run this."""
+    made = []
+    for family, name, budget in cuts:
+        strategy = HybridStrategy(mesh, config, **options)
+        made.append(one_update(family, make_algorithm(name), budget, strategy, actor_options or {}))
+    return made
+
+
+def assert_equal_updates(
+    actual: Sequence[tuple[Steps, dict[str, float]]], expected: Sequence[tuple[Steps, dict[str, float]]]
+) -> None:
+    for (steps, metrics), (wanted, wanted_metrics) in zip(actual, expected, strict=True):
+        assert steps.keys() <= wanted.keys()
+        moved = [name for name, step in wanted.items() if step.abs().max() > 1e-4]
+        assert len(moved) >= 20, "the case must move weights to show anything"
+        for name, step in steps.items():
+            torch.testing.assert_close(
+                step, wanted[name], atol=1e-5, rtol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
+            )
+        for name, value in wanted_metrics.items():
+            assert metrics[name] == pytest.approx(value, abs=1e-4, rel=1e-4), name
+
+
+EVERY_CASE = [(family, name, EVERYTHING) for family in FAMILIES for name in ALGORITHMS]
+CUT_CASES = [("qwen3", name, budget) for name in ALGORITHMS for budget in (ONE_ROW, TWO_CUTS)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[tuple[str, str], tuple[Steps, dict[str, float]]]:
+    """The updates of one process, by family and algorithm."""
+    made = updates({}, None, EVERY_CASE)
+    return {(family, name): result for (family, name, _), result in zip(EVERY_CASE, made, strict=True)}
+
+
+def expected_for(alone: Any, cases: Sequence[tuple[str, str, int]]) -> list[tuple[Steps, dict[str, float]]]:
+    return [alone[family, name] for family, name, _ in cases]
+
+
+def test_micro_batches_change_nothing(alone: Any) -> None:
+    assert_equal_updates(updates({}, None, CUT_CASES), expected_for(alone, CUT_CASES))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "config"),
+    [
+        (2, None, {}),
+        (2, None, {"actor": {"tp": 2}, "critic": {"tp": 2}, "reference": {"tp": 2}}),
+        (4, None, {}),
+        (4, (2, 2, 1, 1), {}),
+    ],
+    ids=["data2", "tensor2", "data4", "data2xtensor2"],
+)
+def test_layouts_change_nothing(alone: Any, ranks: int, mesh: Any, config: Config) -> None:
+    for made in run_ranks(updates, ranks, config, mesh, EVERY_CASE):
+        assert_equal_updates(made, expected_for(alone, EVERY_CASE))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "config", "options"),
+    [
+        (2, None, {}, {}),
+        (2, None, {"actor": {"tp": 2}}, {"activation_checkpointing": "selective"}),
+        (2, None, {"actor": {"dp": 1}, "critic": {"dp": 1}}, {"defer_gradient_sync": True}),
+        (4, (2, 1, 1, 1), {}, {"defer_gradient_sync": True, "activation_checkpointing": "full"}),
+        (4, (2, 2, 1, 1), {"critic": {"dp": 4}, "reference": {"dp": 1}}, {}),
+    ],
+    ids=["data2", "tensor2-selective", "replicas2-deferred", "hybrid2x2-full", "roles-differ"],
+)
+def test_cut_layouts_change_nothing(alone: Any, ranks: int, mesh: Any, config: Config, options: Any) -> None:
+    for made in run_ranks(updates, ranks, config, mesh, CUT_CASES, **options):
+        assert_equal_updates(made, expected_for(alone, CUT_CASES))
+
+
+LORA = {
+    "lora_config": {
+        "r": 4,
+        "alpha": 16,
+        "dropout": 0.1,
+        "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"],
+        "init_lora_weights": False,  # drawn at random: an adapter that starts at 0 would hide mistakes
+    }
+}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh"),
+    [(2, (2, 1, 1, 1)), (2, (1, 2, 1, 1)), (4, (2, 2, 1, 1))],
+    ids=["data2", "tensor2", "data2xtensor2"],
+)
+def test_adapters_train_alike_on_every_layout(ranks: int, mesh: Any) -> None:
+    cases = [("qwen3", "grpo", TWO_CUTS), ("llama", "ppo", EVERYTHING)]
+    expected = updates({}, None, cases, LORA)
+    assert all(step.abs().max() == 0 for name, step in expected[0][0].items() if "actor" in name and "lora" not in name)
+    for made in run_ranks(updates, ranks, {}, mesh, cases, LORA):
+        assert_equal_updates(made, expected)
+
+
+def test_ranks_without_rows_take_part() -> None:
+    """One prompt on four ranks leaves three of them without a row."""
+    for made in run_ranks(single_prompt_updates, 4):
+        assert_equal_updates([made], [single_prompt_updates()])
+
+
+def single_prompt_updates() -> tuple[Steps, dict[str, float]]:
+    strategy = HybridStrategy()
+    fabric = Fabric(accelerator="cpu", strategy=strategy)
+    fabric.launch()
+    flow = HybridDataFlow(SGDActor(tiny_model("qwen3")), max_grad_norm=1e9)
+    flow.setup(fabric)
+    flow.setup_optimizers()
+    before = whole(flow.modules["actor"])
+    layout, rank = strategy.layout("actor"), strategy.data_rank("actor")
+    own = [g * SAMPLES + sample for g in split(1, layout.data_size, rank) for sample in range(SAMPLES)]
+    experience = make_experience().select(own)
+    algorithm = GRPO()
+    experience.old_logprobs = flow.logprobs(experience.rollout)
+    algorithm.compute_advantages(experience, strategy.group("actor", "scores"))
+    algorithm.update(flow, experience)
+    steps = {f"actor.{name}": before[name] - value for name, value in whole(flow.modules["actor"]).items()}
+    return steps, flow.metrics.compute()

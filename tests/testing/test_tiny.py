@@ -1,0 +1,76 @@
+"""Tiny models: their sizes, their seeds, and that they can be trained."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+
+from lightning_verl.testing import tiny_config, tiny_model
+from lightning_verl.testing.tiny import Family
+
+FAMILIES: tuple[Family, ...] = get_args(Family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sizes(family: Family) -> None:
+    config = tiny_config(family)
+    sizes = (config.hidden_size, config.num_hidden_layers, config.num_attention_heads, config.vocab_size)
+    assert sizes == (64, 2, 4, 128)
+    assert config.max_position_embeddings == 128
+    assert (config.bos_token_id, config.eos_token_id) == (1, 2)
+
+
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", True), ("qwen3", False), ("gpt2", True)])
+def test_only_qwen2_and_gpt2_tie_the_head(family: Family, tied: bool) -> None:
+    model = tiny_model(family)
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) is tied
+
+
+def test_key_value_heads_and_head_size_follow_the_overrides() -> None:
+    attention = tiny_model("qwen3").model.layers[0].self_attn
+    assert attention.k_proj.weight.shape == (2 * 16, 64)  # 2 key-value heads of 64 / 4
+    attention = tiny_model("qwen3", hidden_size=32, num_key_value_heads=1).model.layers[0].self_attn
+    assert attention.k_proj.weight.shape == (1 * 8, 32)  # 1 key-value head of 32 / 4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_follow_the_seed_alone(family: Family) -> None:
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    first = tiny_model(family, seed=3)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(7)
+    second, other = tiny_model(family, seed=3), tiny_model(family, seed=4)
+    weights = [next(iter(model.parameters())) for model in (first, second, other)]
+    assert weights[0].dtype == torch.float32
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_learns_and_generates(family: Family) -> None:
+    model = tiny_model(family)
+    assert not model.training
+    ids = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6, 7]])
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(15):
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+    generated = model.generate(ids[:, :4], attention_mask=torch.ones(1, 4), max_new_tokens=3, do_sample=False)
+    assert generated.tolist() == [[5, 6, 7, 5, 6, 7, 5]]
+
+
+def test_gpt2_drops_out_only_where_asked_to() -> None:
+    ids = torch.arange(8)[None]
+    for dropout, same in ((0.0, True), (0.1, False)):
+        model = tiny_model("gpt2", resid_pdrop=dropout).train()
+        assert torch.equal(model(ids).logits, model(ids).logits) is same
+
+
+def test_an_unknown_family_is_refused() -> None:
+    with pytest.raises(ValueError, match="family must be one of llama, qwen2, qwen3, gpt2, got 'bert'"):
+        tiny_model("bert")  # type: ignore[arg-type]
