@@ -34,11 +34,11 @@ from lightning_verl.algorithms.losses import Normalizer
 from lightning_verl.data.experience import Experience, PromptBatch, RolloutBatch, RowBatch
 from lightning_verl.data.packing import pack
 from lightning_verl.metrics import StepMetrics
+from lightning_verl.models.modes import deterministic
 from lightning_verl.parallel.fsdp import reshard
 from lightning_verl.rewards.functions import Scores
 from lightning_verl.rewards.scores import join_scores
 from lightning_verl.roles.adapter import AdapterReference
-from lightning_verl.roles.base import deterministic
 from lightning_verl.rollout.batch import demonstrations, join_rollouts
 from lightning_verl.rollout.sampling import SamplingParams
 from lightning_verl.strategies.dispatch import Gate, RowExchange, gather_counts, share_from_first_tensor_rank

@@ -89,6 +89,8 @@ class RLTrainer:
         _put_gradient_groups(fabric, grad_sync_groups or {})
         dataflow.setup(fabric)
         dataflow.setup_optimizers(learning_rates)
+        if algorithm.needs_reference and dataflow.adapter_reference is not None:
+            dataflow.adapter_reference.freeze()
         layout = dataflow.strategy.layout("actor")
         place = (
             self.rollout_batch_size,
@@ -97,7 +99,7 @@ class RLTrainer:
             dataflow.strategy.data_rank("actor"),
         )
         self._minibatch_rows = _rows_of(local_minibatch_sizes(*place), samples)
-        self._loader = data.loader(rollout_batch_size, rollout_rows(*place), device_count=fabric.world_size)
+        self._loader = data.loader(rollout_batch_size, rollout_rows(*place))
         self._loader_state = self._loader.state_dict()
         self._advise_ratio(layout.data_size)
 
@@ -280,6 +282,11 @@ class RLTrainer:
         for name, value in sizes.items():
             if value < 1:
                 raise ValueError(f"RLTrainer got {name}={value}; it takes a whole number of at least 1.")
+        if samples > 1 and not self.algorithm.needs_reward:
+            raise ValueError(
+                f"RLTrainer got samples_per_prompt={samples}, but {type(self.algorithm).__name__} samples nothing: its data has "
+                "one response for a prompt. Leave samples_per_prompt out."
+            )
         if self.update_batch_size > self.rollout_batch_size:
             raise ValueError(
                 f"RLTrainer got update_batch_size={self.update_batch_size} > "

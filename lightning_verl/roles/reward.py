@@ -9,8 +9,9 @@ from torch import Tensor
 
 from lightning_verl.data.experience import RolloutBatch
 from lightning_verl.models.load import ModelSource, load_model
+from lightning_verl.models.modes import deterministic
 from lightning_verl.rewards.functions import Scores, refuse_lora
-from lightning_verl.roles.base import LoraSource, Role, deterministic, model_inputs
+from lightning_verl.roles.base import LoraSource, Role, model_inputs
 
 
 class Reward(Role):

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from lightning_verl.data.experience import PromptBatch
+from lightning_verl.models.modes import deterministic
 from lightning_verl.rollout.base import FinishReason, Rollouts
 from lightning_verl.rollout.sampling import SamplingParams, sample_seeds, sample_tokens, uniforms
 from lightning_verl.rollout.stopping import Decoder, StopRule
@@ -163,7 +164,7 @@ class TransformersEngine:
             max_new_tokens=sampling.max_new_tokens, do_sample=False, use_cache=True, pad_token_id=self.pad_token_id
         )
         # no_grad and not inference_mode: parameters gathered here would stay inference tensors in the update.
-        with torch.no_grad(), _eval_mode(self.model), _only_generation_config(self.model, config):
+        with torch.no_grad(), deterministic(self.model), _only_generation_config(self.model, config):
             cast("Any", self.model).generate(
                 input_ids=torch.tensor(ids, device=device).repeat_interleave(sampling.n, dim=0),
                 attention_mask=torch.tensor(mask, device=device).repeat_interleave(sampling.n, dim=0),
@@ -226,17 +227,6 @@ class _Stopper(StoppingCriteria):
                 self._finished[row] = True
                 self.reasons[row] = reason
         return torch.tensor(self._finished, device=input_ids.device)
-
-
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @contextmanager

@@ -368,7 +368,10 @@ def is_running(process_id):
 
 def assert_two_workers_end(workers):
     assert len(workers) == 2
-    assert wait_until(lambda: not any(is_running(worker) for worker in workers))
+    ended = wait_until(lambda: not any(map(is_running, workers)))
+    for worker in filter(is_running, workers):  # a failing test leaves none behind either
+        os.kill(worker, signal.SIGKILL)
+    assert ended
 
 
 @pytest.mark.slow
