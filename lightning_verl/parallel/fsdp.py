@@ -68,8 +68,11 @@ def apply_fsdp(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy
             unit.set_custom_reduce_scatter(GroupReduceScatter(reduce))
 
 
-def _touch() -> None:
-    """A forward that does nothing: running it makes FSDP2 take the role as its root."""
+def _touch(nothing: None) -> None:
+    """A forward that does nothing: running it makes FSDP2 take the role as its root.
+
+    It has an argument because torch 2.11 fails on a forward without any.
+    """
 
 
 def fsdp_units(module: nn.Module) -> list[FSDPModule]:
@@ -94,7 +97,7 @@ def gathered(module: nn.Module) -> Iterator[None]:
         unit.set_reshard_after_forward(False, recurse=False)
     try:
         if units:
-            module._hybrid_touch()  # type: ignore[operator]
+            module._hybrid_touch(None)  # type: ignore[operator]
         for unit in units:
             unit.unshard()
         yield

@@ -58,7 +58,8 @@ def demonstrations(prompts: PromptBatch, field: str, tokenizer: PreTrainedTokeni
                 f"{row.get(field)!r} (its fields: {sorted(row)}). Name the right field with SFT(response_field=...)."
             )
         texts.append(row[field])
-    ids = [[*tokenizer(text, add_special_tokens=False)["input_ids"], int(tokenizer.eos_token_id)] for text in texts]
+    plain = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+    ids = [[*row, int(tokenizer.eos_token_id)] for row in plain]
     lengths = torch.tensor([len(row) for row in ids], dtype=torch.int64)
     width = max(map(len, ids), default=1)
     responses = torch.tensor([row + [0] * (width - len(row)) for row in ids], dtype=torch.int64).reshape(-1, width)
