@@ -4,14 +4,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torchmetrics import MaxMetric, MeanMetric, Metric, SumMetric
+from torchmetrics import MaxMetric, Metric, SumMetric
+
+from lightning_verl.models.compat import all_gather_flat
+
+
+class WeightedMean(Metric):
+    """A mean over values that are added up elsewhere; torchmetrics' own drops the weights unless it checks for NaN."""
+
+    total: Tensor
+    count: Tensor
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.add_state("total", default=torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("count", default=torch.tensor(0.0), dist_reduce_fx="sum")
+
+    def update(self, total: Tensor, count: int) -> None:
+        """Add the sum of ``count`` values."""
+        self.total += total
+        self.count += count
+
+    def compute(self) -> Tensor:
+        """The mean, NaN without a value."""
+        return self.total / self.count
+
 
 _REDUCTIONS: dict[type[Metric], Callable[[Tensor], Tensor]] = {
-    MeanMetric: lambda states: states.sum(0),
+    WeightedMean: lambda states: states.sum(0),
     SumMetric: lambda states: states.sum(0),
     MaxMetric: lambda states: states.amax(0),
 }
@@ -37,9 +62,9 @@ class StepMetrics:
             values: Any shape.
             counts: False on ranks that only repeat what another one adds (tensor ranks above 0).
         """
-        values = values.detach().double().flatten() if counts else values.new_zeros(0, dtype=torch.float64)
-        total = values.mean() if values.numel() else torch.zeros((), dtype=torch.float64, device=self._device)
-        self._get(name, MeanMetric).update(total, weight=values.numel())
+        values = values.detach().to(self._device, torch.float64).flatten()
+        kept = values if counts else values[:0]
+        self._get(name, WeightedMean).update(kept.sum(), kept.numel())
 
     def share(self, name: str, value: Tensor, counts: bool = True) -> None:
         """Add this micro-batch's share of a mini-batch's figure (see ``algorithms.losses``); shares are summed.
@@ -84,7 +109,7 @@ class StepMetrics:
                 _put(self._metrics[name], _REDUCTIONS[type(self._metrics[name])](part))
         result = {}
         for name in names:
-            value = _value(self._metrics[name])
+            value = float(self._metrics[name].compute())
             if name in self._shares:
                 value /= max(self._shares[name], 1)
             if not math.isinf(value) and not math.isnan(value):
@@ -95,7 +120,8 @@ class StepMetrics:
 
     def _get(self, name: str, kind: type[Metric]) -> Metric:
         if name not in self._metrics:
-            metric = kind(nan_strategy="disable", sync_on_compute=False).to(self._device)
+            options = {} if kind is WeightedMean else {"nan_strategy": "disable"}  # checking would wait for the device
+            metric = kind(**options, sync_on_compute=False).to(self._device)
             self._metrics[name] = metric.set_dtype(torch.float64)
         return self._metrics[name]
 
@@ -109,16 +135,10 @@ def _put(metric: Metric, states: Tensor) -> None:
         setattr(metric, name, state)
 
 
-def _value(metric: Metric) -> float:
-    if isinstance(metric, MeanMetric) and float(metric.weight) == 0:
-        return math.nan
-    return float(metric.compute())
-
-
 def _gather(flat: Tensor) -> Tensor:
     """``[ranks, states]``."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return flat[None]
     gathered = flat.new_empty(dist.get_world_size() * flat.numel())
-    dist.all_gather_into_tensor(gathered, flat)
+    all_gather_flat(gathered, flat)
     return gathered.view(dist.get_world_size(), -1)

@@ -284,7 +284,8 @@ class RLTrainer:
                 raise ValueError(f"RLTrainer got {name}={value}; it takes a whole number of at least 1.")
         if samples > 1 and not self.algorithm.needs_reward:
             raise ValueError(
-                f"RLTrainer got samples_per_prompt={samples}, but {type(self.algorithm).__name__} samples nothing: its data has "
+                f"RLTrainer got samples_per_prompt={samples}, but {type(self.algorithm).__name__} samples nothing: its "
+                "data has "
                 "one response for a prompt. Leave samples_per_prompt out."
             )
         if self.update_batch_size > self.rollout_batch_size:

@@ -170,7 +170,9 @@ def test_auto_recomputes_until_the_engines_own_are_measured_to_agree() -> None:
 
 
 def test_auto_goes_on_recomputing_where_sampling_used_another_support() -> None:
-    sampling = SamplingParams(max_new_tokens=4, top_k=2)  # the engine's log-probs are over two tokens, training's over all
+    sampling = SamplingParams(
+        max_new_tokens=4, top_k=2
+    )  # the engine's log-probs are over two tokens, training's over all
     trainer = make_trainer(GRPO(), update_batch_size=1, sampling=sampling)
     calls = passes(trainer)
     trainer.fit(3)

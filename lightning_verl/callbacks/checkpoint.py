@@ -26,7 +26,7 @@ class Checkpoint:
 
     A run that stops in the middle of a step is saved with that step not counted: a resumed run takes its prompts once
     more, on the weights as they were when it stopped (mini-batches that were through by then have left their mark on
-    them).
+    them, as have the step's scores on a ``RewardEMA``).
 
     Args:
         folder: Where checkpoints go, reachable for all ranks.

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
+from torch import Tensor
 
 TORCH = SpecifierSet(">=2.11")
 TRANSFORMERS = SpecifierSet(">=5.17,<6")
@@ -83,6 +84,39 @@ def new_group(
     return dist.new_group(  # type: ignore[no-any-return]
         list(ranks), timeout=timeout, backend=backend, pg_options=options, group_desc=description, **order
     )
+
+
+def all_gather_flat(output: Tensor, tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Gather ``tensor`` of every rank into ``output``, one after the other. torch 2.13 renamed the call.
+
+    Args:
+        output: As many elements as all ranks have together.
+        tensor: This rank's.
+        group: None takes the world.
+    """
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, tensor, group=group)
+
+
+def reduce_scatter_flat(
+    output: Tensor,
+    tensor: Tensor,
+    operation: dist.ReduceOp.RedOpType | dist.ReduceOp,
+    group: dist.ProcessGroup,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """Reduce ``tensor`` over ranks and leave each its part in ``output``. torch 2.13 renamed the call.
+
+    Args:
+        output: This rank's part.
+        tensor: The parts of all ranks, one after the other.
+        operation: How to reduce.
+        group: The ranks.
+        async_op: Whether to return before it is done.
+    """
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    work: dist.Work | None = scatter(output, tensor, op=operation, group=group, async_op=async_op)
+    return work
 
 
 def _require(name: str, supported: SpecifierSet, installed: str | None, reason: str) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter  # torch exports it nowhere else
 
+from lightning_verl.models.compat import reduce_scatter_flat
 from lightning_verl.parallel.structure import decoder_layers
 
 
@@ -38,10 +39,7 @@ class GroupReduceScatter(ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Reduce on the own group in place of the mesh's."""
-        work: dist.Work | None = dist.reduce_scatter_tensor(
-            output_tensor, input_tensor, op=op, group=self.group, async_op=async_op
-        )
-        return work
+        return reduce_scatter_flat(output_tensor, input_tensor, op, self.group, async_op)
 
 
 def apply_fsdp(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, reduce: dist.ProcessGroup) -> None:

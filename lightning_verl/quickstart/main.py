@@ -5,9 +5,7 @@ It needs neither a GPU nor a network, and works under one process or several (``
 
 from __future__ import annotations
 
-import sys
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,6 +24,7 @@ from lightning_verl.data.prompts import AsyncRolloutDataset
 from lightning_verl.dataflow import HybridDataFlow
 from lightning_verl.quickstart.curves import draw_curves, read_logs
 from lightning_verl.quickstart.evaluation import greedy_accuracy
+from lightning_verl.quickstart.progress import ProgressLines
 from lightning_verl.quickstart.task import MAX_NEW_TOKENS, Row, exact, make_split, task_tokenizer
 from lightning_verl.roles.actor import Actor
 from lightning_verl.roles.critic import Critic
@@ -82,22 +81,8 @@ class Quickstart:
         return self.output / "checkpoints"
 
 
-class ProgressLines:
-    """Prints a line now and then, where there is no terminal to draw a bar in."""
-
-    def __init__(self, every_n_steps: int = 10) -> None:
-        self.every_n_steps = every_n_steps
-
-    def on_step_end(self, trainer: RLTrainer, metrics: Mapping[str, float]) -> None:
-        """Print step and mean reward (or the loss), at every ``every_n_steps``-th step and the last one."""
-        done = trainer.completed_steps
-        if sys.stdout.isatty() or (done % self.every_n_steps and done != trainer.max_steps):
-            return
-        name = "reward/mean" if trainer.algorithm.needs_reward else "actor/loss"
-        say(
-            trainer.fabric,
-            f"{type(trainer.algorithm).__name__} step {done}/{trainer.max_steps}: {name} {metrics[name]:.3f}",
-        )
+class RunFolderError(Exception):
+    """The folder of a run is not in the state that was expected."""
 
 
 def run_quickstart(config: Quickstart, resume: bool = False) -> tuple[float, float]:
@@ -111,8 +96,7 @@ def run_quickstart(config: Quickstart, resume: bool = False) -> tuple[float, flo
         Greedy accuracy on the held-out prompts before and after RL.
 
     Raises:
-        FileExistsError: The folder holds a run already and ``resume`` is False.
-        FileNotFoundError: There is no checkpoint to resume from.
+        RunFolderError: The folder is not empty and ``resume`` is False, or there is nothing to resume.
     """
     latest = _starting_point(config, resume)
     fabric = Fabric(
@@ -142,7 +126,7 @@ def run_quickstart(config: Quickstart, resume: bool = False) -> tuple[float, flo
 
 def _starting_point(config: Quickstart, resume: bool) -> Path | None:
     """The checkpoint to go on from; None for a new run."""
-    latest = Checkpoint.latest(config.checkpoints)
+    latest: Path | None = Checkpoint.latest(config.checkpoints)
     if resume and latest is None:
         raise FileNotFoundError(
             f"quickstart: {config.checkpoints} holds no checkpoint to resume from; leave --resume out."

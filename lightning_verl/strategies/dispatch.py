@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from lightning_verl.data.experience import RowBatch, concat_rows
 from lightning_verl.data.sharding import split
+from lightning_verl.models.compat import all_gather_flat
 from lightning_verl.strategies.hybrid import HybridStrategy
 from lightning_verl.strategies.layout import RoleLayout
 
@@ -157,5 +158,5 @@ def gather_counts(values: list[int], group: dist.ProcessGroup | None) -> torch.T
     on_cuda = dist.get_backend(group) == "nccl"
     own = torch.tensor(values, device=torch.device("cuda", torch.cuda.current_device()) if on_cuda else "cpu")
     gathered = own.new_empty(group.size() * len(values))
-    dist.all_gather_into_tensor(gathered, own, group=group)
+    all_gather_flat(gathered, own, group)
     return gathered.view(group.size(), -1).cpu()
