@@ -99,8 +99,9 @@ class RLTrainer:
             dataflow.strategy.data_rank("actor"),
         )
         self._minibatch_rows = _rows_of(local_minibatch_sizes(*place), samples)
-        self._loader = data.loader(rollout_batch_size, rollout_rows(*place))
-        self._loader_state = self._loader.state_dict()
+        self._rows = rollout_rows(*place)
+        with data.loader(rollout_batch_size, self._rows) as loader:
+            self._loader_state = loader.state_dict()
         self._advise_ratio(layout.data_size)
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
@@ -118,20 +119,21 @@ class RLTrainer:
         self.max_steps = max_steps
         if resume_from is not None:
             self.load(resume_from)
-        loaders: dict[str, Any] = {"train": self._loader}
-        self.fabric.call("on_loader_setup", loaders=loaders, device=self.fabric.device)
-        self.fabric.call("on_run_start", trainer=self)
+        loader = self.data.loader(self.rollout_batch_size, self._rows)
+        loader.load_state_dict(self._loader_state)
+        loaders: dict[str, Any] = {"train": loader}
         metrics: dict[str, float] = {}
         try:
+            self.fabric.call("on_loader_setup", loaders=loaders, device=self.fabric.device)
+            self.fabric.call("on_run_start", trainer=self)
             batches = iter(loaders["train"])
             while self.completed_steps < max_steps:
                 self.fabric.call("on_step_start", trainer=self, step=self.global_step)
                 started = time.perf_counter()
                 prompts = next(batches, None)
                 if prompts is None:
-                    warnings.warn(
-                        f"RLTrainer: the data ended after {self.completed_steps} of {max_steps} steps.", stacklevel=2
-                    )
+                    done = f"{self.completed_steps} of {max_steps} steps"
+                    warnings.warn(f"RLTrainer: the data ended after {done}.", stacklevel=2)
                     break
                 waited = time.perf_counter() - started
                 metrics = self.step(prompts.to(self.fabric.device, non_blocking=True))
@@ -238,7 +240,6 @@ class RLTrainer:
         self.first_step = progress["first_step"]
         self._rollout_gap = progress["rollout_gap"]
         self.algorithm.load_state_dict(progress["algorithm"])
-        self._loader.load_state_dict(progress["data"])
         self._loader_state = progress["data"]
         _restore_random_state(progress["random"])
         for name, callback in self._stateful_callbacks().items():

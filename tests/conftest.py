@@ -17,6 +17,7 @@ THREAD_GRACE = 2.0
 LIBRARY_THREADS = (
     "fsspecIO",  # fsspec keeps one event loop for the whole process
     "TMonitor",  # tqdm's monitor of its bars
+    "tqdm_monitor",  # the same, in newer releases
 )
 LIBRARY_VARIABLES = frozenset(
     {

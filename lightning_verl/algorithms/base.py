@@ -171,11 +171,6 @@ def rollout_gap(logprobs: Tensor, experience: Experience, normalizer: Normalizer
     return {"rollout_gap_max": largest, "rollout_gap": metric_mean(gap, mask, normalizer=normalizer)}
 
 
-def old_logprobs_of(experience: Experience, logprobs: Tensor) -> Tensor:
-    """The old log-probs; where none were computed, the update's own: one update follows one rollout."""
-    return logprobs.detach() if experience.old_logprobs is None else experience.old_logprobs
-
-
 def last_token(mask: Tensor) -> Tensor:
     """True at the last masked token of each row, bool ``[N, R]``."""
     behind = torch.nn.functional.pad(mask[:, 1:], (0, 1))

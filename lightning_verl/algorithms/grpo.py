@@ -9,13 +9,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_verl.algorithms.advantages import group_advantages
-from lightning_verl.algorithms.base import Algorithm, Metrics, old_logprobs_of
-from lightning_verl.algorithms.kl import AdaptiveKL, FixedKL, capped_fraction, kl_estimate
-from lightning_verl.algorithms.losses import Aggregation, Normalizer, aggregate, metric_mean, policy_loss
+from lightning_verl.algorithms.base import Metrics
+from lightning_verl.algorithms.clipped import ClippedAlgorithm
+from lightning_verl.algorithms.kl import AdaptiveKL, FixedKL
+from lightning_verl.algorithms.losses import Aggregation, Normalizer
 from lightning_verl.data.experience import Experience
 
 
-class GRPO(Algorithm):
+class GRPO(ClippedAlgorithm):
     """Clipped policy updates with group-relative advantages. The samples of a prompt always stay on one data rank.
 
     Args:
@@ -41,12 +42,10 @@ class GRPO(Algorithm):
         kl: float | FixedKL | AdaptiveKL = 0.0,
         aggregation: Aggregation = "token-mean",
     ) -> None:
-        super().__init__(kl)
+        super().__init__(clip, dual_clip, kl, aggregation)
         if scale not in ("std", "none"):
             raise ValueError(f"GRPO got scale={scale!r}; it takes 'std' or 'none'.")
         self.scale: Literal["std", "none"] = scale
-        self.clip, self.dual_clip = clip, dual_clip
-        self.aggregation = aggregation
 
     @override
     def compute_advantages(self, experience: Experience, group: dist.ProcessGroup | None) -> Metrics:
@@ -54,31 +53,16 @@ class GRPO(Algorithm):
         by_sequence = group_advantages(experience.scores, groups, valid=experience.valid, scale=self.scale)
         experience.advantages = by_sequence[:, None] * experience.mask
         metrics: Metrics = {"informative": (by_sequence != 0).float()}
-        if self.needs_reference and experience.ref_logprobs is not None:
-            old = experience.old_logprobs
-            policy = experience.rollout.rollout_logprobs if old is None else old
-            metrics["kl"] = kl_estimate(policy, experience.ref_logprobs, "k3", experience.mask)[experience.mask]
+        if self.needs_reference:
+            metrics["kl"] = self.rollout_kl(experience, "k3")[experience.mask]
         return metrics
 
     @override
     def actor_loss(
         self, logprobs: Tensor, entropy: Tensor, experience: Experience, normalizer: Normalizer
     ) -> tuple[Tensor, Metrics]:
-        mask = experience.mask
-        loss, metrics = policy_loss(
-            logprobs,
-            old_logprobs_of(experience, logprobs),
-            experience.need("advantages"),
-            mask,
-            clip=self.clip,
-            dual_clip=self.dual_clip,
-            aggregation=self.aggregation,
-            normalizer=normalizer,
-        )
+        loss, metrics = self.clipped_loss(logprobs, experience, normalizer)
         if self.needs_reference:
-            reference = experience.need("ref_logprobs")
-            penalty = kl_estimate(logprobs, reference, "k3", mask)
-            loss = loss + self.kl.value * aggregate(penalty, mask, self.aggregation, normalizer=normalizer)
-            metrics["kl"] = metric_mean(penalty, mask, normalizer=normalizer)
-            metrics["kl_capped"] = capped_fraction(logprobs, reference, "k3", mask, tokens=normalizer.tokens)
+            penalty, more = self.kl_loss(logprobs, experience, normalizer)
+            loss, metrics = loss + penalty, {**metrics, **more}
         return loss, metrics

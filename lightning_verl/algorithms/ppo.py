@@ -13,13 +13,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_verl.algorithms.advantages import gae, whiten
-from lightning_verl.algorithms.base import Algorithm, Metrics, last_token, old_logprobs_of
-from lightning_verl.algorithms.kl import AdaptiveKL, FixedKL, kl_estimate
-from lightning_verl.algorithms.losses import Aggregation, Normalizer, aggregate, policy_loss, value_loss
+from lightning_verl.algorithms.base import Metrics, last_token
+from lightning_verl.algorithms.clipped import ClippedAlgorithm
+from lightning_verl.algorithms.kl import AdaptiveKL, FixedKL
+from lightning_verl.algorithms.losses import Aggregation, Normalizer, aggregate, value_loss
 from lightning_verl.data.experience import Experience
 
 
-class PPO(Algorithm):
+class PPO(ClippedAlgorithm):
     """Clipped policy updates with advantages from a critic.
 
     Args:
@@ -54,15 +55,14 @@ class PPO(Algorithm):
         whiten_advantages: bool = True,
         aggregation: Aggregation = "token-mean",
     ) -> None:
-        super().__init__(kl)
+        super().__init__(clip, dual_clip, kl, aggregation)
         if kl_in not in ("reward", "loss"):
             raise ValueError(f"PPO got kl_in={kl_in!r}; it takes 'reward' or 'loss'.")
         self.gamma, self.lam = gamma, lam
-        self.clip, self.dual_clip, self.value_clip = clip, dual_clip, value_clip
+        self.value_clip = value_clip
         self.kl_in = kl_in
         self.entropy_coef = entropy_coef
         self.whiten_advantages = whiten_advantages
-        self.aggregation = aggregation
 
     @property
     @override
@@ -75,8 +75,7 @@ class PPO(Algorithm):
         rewards = torch.where(last_token(mask), experience.scores[:, None], 0.0)
         metrics: Metrics = {}
         if self.needs_reference:
-            policy = experience.rollout.rollout_logprobs if experience.old_logprobs is None else experience.old_logprobs
-            penalty = kl_estimate(policy, experience.need("ref_logprobs"), "k1", mask)
+            penalty = self.rollout_kl(experience, "k1")
             metrics["kl"] = penalty[mask]
             if self.kl_in == "reward":
                 rewards = rewards - self.kl.value * penalty
@@ -89,22 +88,13 @@ class PPO(Algorithm):
     def actor_loss(
         self, logprobs: Tensor, entropy: Tensor, experience: Experience, normalizer: Normalizer
     ) -> tuple[Tensor, Metrics]:
-        mask = experience.mask
-        loss, metrics = policy_loss(
-            logprobs,
-            old_logprobs_of(experience, logprobs),
-            experience.need("advantages"),
-            mask,
-            clip=self.clip,
-            dual_clip=self.dual_clip,
-            aggregation=self.aggregation,
-            normalizer=normalizer,
-        )
+        loss, metrics = self.clipped_loss(logprobs, experience, normalizer)
         if self.needs_reference and self.kl_in == "loss":
-            penalty = kl_estimate(logprobs, experience.need("ref_logprobs"), "k3", mask)
-            loss = loss + self.kl.value * aggregate(penalty, mask, self.aggregation, normalizer=normalizer)
+            penalty, more = self.kl_loss(logprobs, experience, normalizer)
+            loss, metrics = loss + penalty, {**metrics, **more}
         if self.entropy_coef:
-            loss = loss - self.entropy_coef * aggregate(entropy, mask, self.aggregation, normalizer=normalizer)
+            bonus = aggregate(entropy, experience.mask, self.aggregation, normalizer=normalizer)
+            loss = loss - self.entropy_coef * bonus
         return loss, metrics
 
     @override

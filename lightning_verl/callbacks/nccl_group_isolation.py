@@ -92,6 +92,8 @@ class NCCLGroupIsolation:
         for role in ROLES:
             layout = strategy.layout(role)
             for operation, axis in OPERATIONS.items():
+                if strategy.has_group(role, operation):
+                    continue  # the user's own, such as RLTrainer(grad_sync_groups=...)
                 for line in layout.lines(axis):
                     if len(line) == 1:
                         continue  # nothing is communicated; the strategy's shared group stands in

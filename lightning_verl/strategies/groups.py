@@ -85,6 +85,10 @@ class GroupRegistry:
             )
         self._own[layout.role, operation] = group
 
+    def has(self, role: str, operation: str) -> bool:
+        """Whether a group was put in place for an operation of a role."""
+        return (role, operation) in self._own
+
     def get(self, layout: RoleLayout, operation: str) -> dist.ProcessGroup:
         """The group of one operation of a role; created with all its sister lines on first use (a collective call)."""
         own = self._own.get((layout.role, operation))

@@ -193,6 +193,10 @@ class HybridStrategy(ModelParallelStrategy):
             raise RuntimeError(f"HybridStrategy.set_group: role {role!r} is set up already; set its groups before that.")
         self._groups.put(self.layout(role), operation, group)
 
+    def has_group(self, role: str, operation: str) -> bool:
+        """Whether a group was put in place for a role's operation."""
+        return self._groups.has(role, operation)
+
     def role_mesh(self, role: str) -> TorchDeviceMesh:
         """The torch mesh of a role: axes ``<role>_replicate``, ``<role>_shard``, ``<role>_tensor``.
 

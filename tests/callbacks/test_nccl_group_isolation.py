@@ -17,7 +17,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_verl import Actor, Critic, HybridDataFlow, HybridStrategy, NCCLGroupManager
+from lightning_verl import (
+    PPO,
+    Actor,
+    AsyncRolloutDataset,
+    Critic,
+    HybridDataFlow,
+    HybridStrategy,
+    NCCLGroupManager,
+    RewardFunction,
+    RLTrainer,
+    SamplingParams,
+)
 from lightning_verl.callbacks import NCCLGroupIsolation
 from lightning_verl.callbacks.nccl_group_isolation import IsolatedGroup, _check_distinct
 from lightning_verl.data.experience import RolloutBatch
@@ -268,3 +279,37 @@ def test_report_is_logged_once_by_rank_0(caplog, first_rank, lines):
 def test_timeout_out_of_range():
     with pytest.raises(ValueError, match=r"NCCLGroupIsolation got timeout=0:00:00; it must be above 0"):
         NCCLGroupIsolation(timeout=timedelta(0))
+
+
+def own_reduce_group() -> tuple[bool, bool, float]:
+    """A user's own group for the critic's gradients is kept, and used."""
+    fabric = Fabric(accelerator="cpu", strategy=HybridStrategy(), callbacks=[NCCLGroupIsolation()])
+    fabric.launch()
+    own = NCCLGroupManager.create_group([0, 1], timeout=timedelta(seconds=30), description="mine")
+    tokenizer = char_tokenizer()
+    size = {"vocab_size": len(tokenizer)}
+    flow = HybridDataFlow(
+        Actor(tiny_model(**size), tokenizer=tokenizer),
+        Critic(tiny_model(seed=1, **size)),
+        RewardFunction(lambda response: float(len(response))),
+    )
+    trainer = RLTrainer(
+        fabric,
+        flow,
+        PPO(),
+        AsyncRolloutDataset([{"prompt": str(number)} for number in range(8)], tokenizer=tokenizer),
+        rollout_batch_size=4,
+        update_batch_size=1,
+        sampling=SamplingParams(max_new_tokens=3),
+        grad_sync_groups={"critic": own},
+    )
+    kept = fabric.strategy.group("critic", "reduce") is own
+    isolated = fabric.strategy.group("actor", "reduce") is not fabric.strategy.group("actor", "gather")
+    return kept, isolated, trainer.fit(1)["critic/grad_norm"]
+
+
+def test_a_users_own_group_for_gradients_stays_in_place() -> None:
+    first, second = run_ranks(own_reduce_group, 2)
+    assert first == second
+    assert first[:2] == (True, True)
+    assert first[2] > 0

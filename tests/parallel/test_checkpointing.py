@@ -1,0 +1,67 @@
+"""Recomputed activations: the same gradients, less kept, only where asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_verl.parallel.checkpointing import apply_activation_checkpointing
+from lightning_verl.testing import tiny_model
+
+IDS = torch.arange(3, 35).view(2, 16)
+MODES: list[Any] = ["full", "selective", ["self_attn.o_proj", "mlp.down_proj"], ["mlp"]]
+
+
+def gradients_and_kept(mode: Any) -> tuple[dict[str, Tensor], int, int]:
+    """Gradients, numbers kept for the backward, and how often the first attention's query projection ran."""
+    model = tiny_model("qwen3").train()
+    apply_activation_checkpointing(model, mode)
+    runs = [0]
+
+    def count(module: nn.Module, args: Any, output: Any) -> None:
+        runs[0] += 1
+
+    model.model.layers[0].self_attn.q_proj.register_forward_hook(count)
+    kept = [0]
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[0] += tensor.numel() if not isinstance(tensor, nn.Parameter) else 0
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(input_ids=IDS, use_cache=False).logits.log_softmax(-1)[..., 0].mean()
+    loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, kept[0], runs[0]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_gradients_are_the_same_and_less_is_kept(mode: Any) -> None:
+    expected, all_kept, runs = gradients_and_kept(None)
+    actual, kept, again = gradients_and_kept(mode)
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(actual[name], gradient, atol=1e-6, rtol=1e-5)
+    assert kept < all_kept
+    assert (runs, again) == (1, 2 if mode in ("full", "selective") else 1)
+
+
+def test_outside_of_autograd_the_module_runs_as_before() -> None:
+    model = tiny_model("qwen3")
+    apply_activation_checkpointing(model, "full")
+    with torch.no_grad():
+        expected = tiny_model("qwen3").generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        actual = model.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert torch.equal(actual, expected)
+
+
+def test_wrong_modes_are_refused() -> None:
+    with pytest.raises(ValueError, match="activation_checkpointing='some' is unknown; use 'selective', 'full'"):
+        apply_activation_checkpointing(tiny_model(), "some")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"no module of Qwen3ForCausalLM ends in 'o_projection'"):
+        apply_activation_checkpointing(tiny_model(), ["o_projection"])
+    with pytest.raises(ValueError, match="Linear has no decoder layers that could be found"):
+        apply_activation_checkpointing(nn.Linear(1, 1), "full")

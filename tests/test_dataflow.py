@@ -1,0 +1,157 @@
+"""Rows between roles: micro-batches, exchange, the gate, and what ends up in the loggers."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lightning_verl import (
+    GRPO,
+    Actor,
+    AsyncRolloutDataset,
+    Critic,
+    HybridDataFlow,
+    HybridStrategy,
+    RewardFunction,
+    RLTrainer,
+    SamplingParams,
+)
+from lightning_verl.data.experience import Experience, RolloutBatch
+from lightning_verl.strategies.dispatch import RowExchange
+from lightning_verl.testing import char_tokenizer, run_ranks, tiny_model
+
+
+def rows_of_lengths(lengths: list[int]) -> RolloutBatch:
+    count, width = len(lengths), max([*lengths, 2])
+    return RolloutBatch(
+        input_ids=torch.full((count, width), 3),
+        prompt_lengths=torch.ones(count, dtype=torch.int64),
+        response_lengths=torch.tensor(lengths, dtype=torch.int64) - 1,
+        rollout_logprobs=torch.zeros(count, width - 1),
+        group_ids=torch.arange(count),
+        truncated=torch.zeros(count, dtype=torch.bool),
+        prompt_texts=[""] * count,
+        response_texts=[""] * count,
+        fields=[{}] * count,
+    )
+
+
+def micro_batches(lengths: list[list[int]]) -> tuple[int, int, float]:
+    fabric = Fabric(accelerator="cpu", strategy=HybridStrategy())
+    fabric.launch()
+    flow = HybridDataFlow(Actor(tiny_model()), max_tokens_per_micro_batch=100)
+    flow.setup(fabric)
+    flow.setup_optimizers({"actor": 1e-3})
+    rollout = rows_of_lengths(lengths[fabric.global_rank])
+    experience = Experience(rollout, torch.ones(len(rollout)), torch.ones(len(rollout), dtype=torch.bool))
+    experience.advantages = torch.ones_like(rollout.rollout_logprobs)
+    bins, normalizer = flow._plan("actor", experience)
+    GRPO().update(flow, experience)  # every forward and backward is a collective: other numbers of them would hang
+    return len(bins), normalizer.tokens, flow.metrics.compute()["actor/grad_norm"]
+
+
+def test_every_rank_runs_the_same_number_of_micro_batches() -> None:
+    """Budget 100: five rows of 95 tokens make five micro-batches, five of 20 make one, no rows make none."""
+    for lengths in ([[95] * 5, [20] * 5], [[95] * 5, []]):
+        tokens = sum(length - 1 for rank in lengths for length in rank)
+        first, second = run_ranks(micro_batches, 2, lengths)
+        assert first == second
+        assert first[:2] == (5, tokens)
+        assert first[2] > 0
+
+
+def exchange(config: dict[str, Any]) -> tuple[list[int], list[int]]:
+    fabric = Fabric(accelerator="cpu", strategy=HybridStrategy((2, 2, 1, 1), config))
+    fabric.launch()
+    strategy = fabric.strategy
+    held = rows_of_lengths([[5, 6, 7], [8, 9]][strategy.data_rank("actor")])
+    rows = RowExchange(strategy)
+    there, counts = rows.there(held, "actor", "critic")
+    back = rows.back(there, counts, "actor", "critic")
+    return there.lengths.tolist(), back.lengths.tolist()
+
+
+def test_rows_go_to_the_data_ranks_of_another_role_and_back() -> None:
+    """Actor on data 2 x tensor 2 with rows of 5, 6, 7 and 8, 9 tokens; critic on data 4 gets 1, 1, 1 and 2 rows."""
+    results = run_ranks(exchange, 4, {"critic": {"dp": 4}})
+    assert [there for there, _ in results] == [[5], [6], [7], [8, 9]]
+    assert [back for _, back in results] == [[5, 6, 7], [5, 6, 7], [8, 9], [8, 9]]
+
+
+def test_nothing_moves_between_roles_on_the_same_ranks() -> None:
+    fabric = Fabric(accelerator="cpu", strategy=HybridStrategy())
+    fabric.launch()
+    batch = rows_of_lengths([5, 6])
+    there, counts = RowExchange(fabric.strategy).there(batch, "actor", "critic")
+    assert there is batch
+    assert RowExchange(fabric.strategy).back(there, counts, "actor", "critic") is batch
+
+
+def test_both_loggers_show_every_metric_with_one_monotonic_step(tmp_path: Path) -> None:
+    tokenizer = char_tokenizer()
+    loggers = [CSVLogger(tmp_path, name="csv", version=""), TensorBoardLogger(tmp_path, name="board", version="")]
+    seen: dict[int, set[str]] = {}
+
+    class Note:
+        def on_step_end(self, step: int, metrics: dict[str, float]) -> None:
+            seen[step] = set(metrics)
+
+    fabric = Fabric(accelerator="cpu", strategy=HybridStrategy(), loggers=loggers, callbacks=[Note()])
+    fabric.launch()
+    model = tiny_model(vocab_size=len(tokenizer))
+    flow = HybridDataFlow(Actor(model, tokenizer=tokenizer), reward=RewardFunction(lambda response: len(response)))
+    rows = [{"prompt": str(number)} for number in range(20)]
+    for first_step in (0, 2):
+        trainer = RLTrainer(
+            fabric,
+            flow,
+            GRPO(),
+            AsyncRolloutDataset(rows, tokenizer=tokenizer),
+            rollout_batch_size=4,
+            update_batch_size=1,
+            samples_per_prompt=2,
+            sampling=SamplingParams(max_new_tokens=3),
+            first_step=first_step,
+        )
+        trainer.fit(2)
+    for logger in loggers:
+        logger.finalize("success")
+
+    assert sorted(seen) == [0, 1, 2, 3]
+    with (tmp_path / "csv" / "metrics.csv").open() as file:
+        written = {int(row["step"]): {name for name, value in row.items() if value} for row in csv.DictReader(file)}
+    assert {step: names - {"step"} for step, names in written.items()} == seen
+    board = EventAccumulator(str(tmp_path / "board"))
+    board.Reload()
+    assert set(board.Tags()["scalars"]) == set().union(*seen.values())
+    for name in board.Tags()["scalars"]:
+        assert [event.step for event in board.Scalars(name)] == [step for step in sorted(seen) if name in seen[step]]
+
+
+def test_a_fabric_with_another_strategy_is_refused() -> None:
+    with pytest.raises(TypeError, match="HybridDataFlow needs Fabric"):
+        HybridDataFlow(Actor(tiny_model())).setup(Fabric(accelerator="cpu", devices=1))
+
+
+def test_a_layout_of_another_size_is_refused() -> None:
+    fabric = Fabric(accelerator="cpu", strategy=HybridStrategy())
+    fabric.launch()
+    flow = HybridDataFlow(Actor(tiny_model(), tokenizer=char_tokenizer()), Critic(tiny_model()))
+    with pytest.raises(RuntimeError, match="not set up; call dataflow.setup"):
+        flow.get_actor_for_rollout()
+    flow.setup(fabric)
+    with pytest.raises(ValueError, match="get_actor_for_rollout got tp_size=2, but .* has 1"):
+        flow.get_actor_for_rollout(tp_size=2)
+    with pytest.raises(ValueError, match="get_actor_for_update got dp_size=4, but .* has 1"):
+        flow.get_actor_for_update(dp_size=4)
+    with flow.get_actor_for_rollout(tp_size=1) as engine:
+        assert engine.generate([[3, 4]], SamplingParams(max_new_tokens=2)).weight_version == 0
+    with flow.get_actor_for_update(dp_size=1) as actor:
+        assert actor(rows_of_lengths([5]))[0].requires_grad
