@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -329,7 +330,7 @@ def make_fabric(config: TrainConfig) -> Fabric:
         devices=config.devices,
         precision=config.precision,
         strategy=strategy,
-        loggers=[CSVLogger(output, name="logs", flush_logs_every_n_steps=10)],
+        loggers=[CSVLogger(output, name="logs", flush_logs_every_n_steps=1)],
         callbacks=[
             Throughput(),
             ProgressBar(),
@@ -375,7 +376,8 @@ def run_training(config: TrainConfig) -> dict[str, float]:
             f"output: {config.output} holds the run of {latest.name}; set resume: true, or another output."
         )
     fabric = make_fabric(config)
-    fabric.launch()
+    if os.environ.get("LT_CLI_USED") != "1":  # Fabric's own launcher has done it, and forbids to do it again
+        fabric.launch()
     fabric.seed_everything(config.seed)
     algorithm = make_algorithm(config.algorithm)
     dataflow = make_dataflow(config, algorithm)

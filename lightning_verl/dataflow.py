@@ -32,7 +32,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_verl.algorithms.base import Loss
 from lightning_verl.algorithms.losses import Normalizer
 from lightning_verl.data.experience import Experience, PromptBatch, RolloutBatch, RowBatch
-from lightning_verl.data.packing import pack
+from lightning_verl.data.packing import pack_padded
 from lightning_verl.metrics import StepMetrics
 from lightning_verl.models.modes import deterministic
 from lightning_verl.parallel.fsdp import reshard
@@ -71,7 +71,8 @@ class HybridDataFlow:
         critic: The value model, for algorithms that need one.
         reward: A reward model, functions or an ensemble.
         reference: The policy that a KL penalty measures from. None with a LoRA actor: the actor as it was at step 0.
-        max_tokens_per_micro_batch: Tokens that one forward pass may hold on a rank; results do not depend on it.
+        max_tokens_per_micro_batch: Positions, padding included, that one forward pass may hold on a rank; results do
+            not depend on it.
         max_grad_norm: Gradients are scaled down to this norm.
         skip_special_tokens: Whether the text that rewards see is without special tokens; padding never is in it.
 
@@ -281,7 +282,7 @@ class HybridDataFlow:
     def train(self, role: str, experience: Experience, loss: Loss) -> None:
         """Take one optimizer step of a role on a mini-batch (a collective call).
 
-        The mini-batch is cut into micro-batches of at most ``max_tokens_per_micro_batch`` tokens, the same number on
+        The mini-batch is cut into micro-batches of at most ``max_tokens_per_micro_batch`` positions, the same number on
         every data rank; ranks that run out of rows run the model on none. Without a single token to train on, or with
         gradients that are not finite, no step is taken: a warning says so and ``<role>/skipped_updates`` counts it.
 
@@ -332,7 +333,7 @@ class HybridDataFlow:
     def _plan(self, role: str, rows: Experience) -> tuple[list[list[int]], Normalizer]:
         """Cut rows into micro-batches, equally many on all data ranks, and count the tokens of all of them."""
         mask = rows.mask
-        bins = pack(rows.rollout.lengths.tolist(), self.max_tokens_per_micro_batch)
+        bins = pack_padded(rows.rollout.lengths.tolist(), self.max_tokens_per_micro_batch)
         own = [int(mask.sum()), int(mask.any(1).sum()), len(bins)]
         counts = gather_counts(own, self.strategy.group(role, "scores"))
         bins += [[]] * (int(counts[:, 2].max()) - len(bins))

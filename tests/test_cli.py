@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +51,12 @@ def write(folder: Path, **changes: Any) -> str:
     return str(path)
 
 
+def free_port() -> int:
+    """A port that nothing listens on right now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
 def test_version_names_what_it_stands_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["version"]) == 0
     line = capsys.readouterr().out
@@ -81,12 +89,14 @@ def test_run_starts_a_script_on_several_ranks(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\nimport lightning_verl\nfrom lightning.fabric import Fabric\nfabric = Fabric(accelerator='cpu')\n"
-        "fabric.launch()\nprint(type(fabric.strategy).__name__, fabric.world_size, sys.argv[1:])\n"
+        "print(type(fabric.strategy).__name__, fabric.world_size, sys.argv[1:])\n"
         "fabric.strategy.teardown()\n"
     )
-    command = [sys.executable, "-m", "lightning_verl", "run", "--devices", "2", "--main-port", "29431"]
+    command = [sys.executable, "-m", "lightning_verl", "run", "--devices", "2", "--main-port", str(free_port())]
     command += ["--strategy", "hybrid", str(script), "--own", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, env=environment)
     assert done.stdout.splitlines() == ["HybridStrategy 2 ['--own', '1']"] * 2, done.stderr
 
 
@@ -179,9 +189,7 @@ def test_functions_are_imported_by_name() -> None:
         import_function("json:dmp")
 
 
-def test_a_missing_import_inside_a_users_module_is_not_hidden(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_import_inside_a_users_module_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_rewards.py").write_text("import no_such_dependency\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):

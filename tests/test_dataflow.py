@@ -67,6 +67,28 @@ def test_every_rank_runs_the_same_number_of_micro_batches() -> None:
         assert first[2] > 0
 
 
+def uneven_rollout() -> list[int]:
+    """Rank 0 has no prompt, rank 1 one that ends early."""
+    fabric = Fabric(accelerator="cpu", strategy=HybridStrategy())
+    fabric.launch()
+    tokenizer = char_tokenizer()
+    flow = HybridDataFlow(Actor(tiny_model(vocab_size=len(tokenizer)), tokenizer=tokenizer))
+    flow.setup(fabric)
+    with AsyncRolloutDataset([{"prompt": "12"}], tokenizer=tokenizer).loader(1) as loader:
+        prompts = next(iter(loader))
+    sampling = SamplingParams(n=2, max_new_tokens=6, stop_token_ids=tuple(range(40)))
+    lengths = []
+    for own in ([], [0]), ([0], []):
+        batch = flow.rollout(prompts.select(own[fabric.global_rank]), sampling, step=0)
+        lengths.append(len(batch))
+        lengths.append(int(flow.logprobs(batch).shape[0]))
+    return lengths
+
+
+def test_ranks_need_not_take_equally_many_steps_of_a_rollout() -> None:
+    assert run_ranks(uneven_rollout, 2) == [[0, 0, 2, 2], [2, 2, 0, 0]]
+
+
 def exchange(config: dict[str, Any]) -> tuple[list[int], list[int]]:
     fabric = Fabric(accelerator="cpu", strategy=HybridStrategy((2, 2, 1, 1), config))
     fabric.launch()

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_verl.models.compat import all_gather_flat
+
 if TYPE_CHECKING:
     from lightning_verl.data.experience import Experience
     from lightning_verl.trainer import RLTrainer
@@ -111,7 +113,7 @@ def _batch_statistics(scores: Tensor, group: dist.ProcessGroup | None) -> tuple[
     if group is not None and group.size() > 1:
         own = torch.tensor([count, mean, squares], dtype=torch.float64, device=scores.device)
         gathered = own.new_empty(group.size() * 3)
-        dist.all_gather_into_tensor(gathered, own, group=group)
+        all_gather_flat(gathered, own, group)
         count, mean, squares = 0.0, 0.0, 0.0
         for other_count, other_mean, other_squares in gathered.view(-1, 3).tolist():
             if other_count:

@@ -39,6 +39,30 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return [sorted(rows) for rows in bins]
 
 
+def pack_padded(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Sort rows into bins that stay within a budget when each bin is padded to its longest row.
+
+    Rows of like lengths come together, longest first, so little of a bin is padding.
+
+    Args:
+        lengths: Tokens of each row.
+        budget: Most positions (rows x longest row) in a bin. A single row that is longer gets a bin of its own.
+
+    Returns:
+        The bins, each with its row numbers, the longest row first. No rows: no bins.
+
+    Raises:
+        ValueError: A length is negative.
+    """
+    bins: list[list[int]] = []
+    for row in _longest_first("pack_padded", lengths):
+        if bins and (len(bins[-1]) + 1) * lengths[bins[-1][0]] <= budget:
+            bins[-1].append(row)
+        else:
+            bins.append([row])
+    return bins
+
+
 def balance(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     """Spread rows over ranks so that the ranks' token totals are close.
 

@@ -5,6 +5,7 @@ It needs neither a GPU nor a network, and works under one process or several (``
 
 from __future__ import annotations
 
+import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,10 +103,11 @@ def run_quickstart(config: Quickstart, resume: bool = False) -> tuple[float, flo
     fabric = Fabric(
         accelerator="cpu",
         strategy=HybridStrategy(),
-        loggers=[CSVLogger(config.output, name="logs", flush_logs_every_n_steps=10)],
+        loggers=[CSVLogger(config.output, name="logs", flush_logs_every_n_steps=1)],
         callbacks=[Throughput(), ProgressBar(), ProgressLines(), Checkpoint(config.checkpoints, every_n_steps=20)],
     )
-    fabric.launch()
+    if os.environ.get("LT_CLI_USED") != "1":  # Fabric's own launcher has done it, and forbids to do it again
+        fabric.launch()
     if fabric.world_size == 1:
         torch.set_num_threads(min(torch.get_num_threads(), _MOST_THREADS))
     dataflow = _make_roles(config)
@@ -128,13 +130,10 @@ def _starting_point(config: Quickstart, resume: bool) -> Path | None:
     """The checkpoint to go on from; None for a new run."""
     latest: Path | None = Checkpoint.latest(config.checkpoints)
     if resume and latest is None:
-        raise FileNotFoundError(
-            f"quickstart: {config.checkpoints} holds no checkpoint to resume from; leave --resume out."
-        )
+        raise RunFolderError(f"{config.checkpoints} holds no checkpoint to resume from; leave --resume out.")
     if not resume and config.output.exists() and any(config.output.iterdir()):
-        raise FileExistsError(
-            f"quickstart: the folder {config.output} is not empty; go on with its run with --resume, or choose another "
-            "--output."
+        raise RunFolderError(
+            f"the folder {config.output} is not empty; go on with its run with --resume, or choose another --output."
         )
     return latest
 

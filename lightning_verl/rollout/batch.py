@@ -94,4 +94,5 @@ def _decode(ids: Tensor, lengths: Tensor, tokenizer: PreTrainedTokenizerBase, sk
     for row, length in zip(ids.tolist(), lengths.tolist(), strict=True):
         tokens: list[int] = row[:length]
         kept.append(tokens[:-1] if tokens and tokens[-1] == tokenizer.eos_token_id else tokens)
-    return list(tokenizer.batch_decode(kept, skip_special_tokens=skip_special))
+    # transformers decodes a list without rows to one empty text
+    return list(tokenizer.batch_decode(kept, skip_special_tokens=skip_special)) if kept else []

@@ -171,6 +171,7 @@ class TransformersEngine:
                 generation_config=config,
                 logits_processor=LogitsProcessorList([sampler]),
                 stopping_criteria=StoppingCriteriaList([stopper]),
+                synced_gpus=False,  # the weights are gathered: ranks need not take equally many steps, and do not
             )
 
     def _collect(self, sampler: _Sampler, stopper: _Stopper, n: int, device: torch.device) -> Rollouts:

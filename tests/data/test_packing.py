@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_verl.data.packing import balance, pack
+from lightning_verl.data.packing import balance, pack, pack_padded
 
 
 def test_pack_fills_bins_longest_row_first():
@@ -37,6 +37,15 @@ def test_pack_holds_every_row_once_within_the_budget_and_near_the_bound():
         # Two bins that together fit into one would have been one.
         totals = sorted(sum(lengths[row] for row in rows) for rows in bins)
         assert len(totals) == 1 or totals[0] + totals[1] > 50
+
+
+def test_pack_padded_bounds_rows_times_the_longest_row():
+    # Longest first: 9 alone (2 x 9 > 12), then 4, 4, 3 (3 x 4 = 12), then 2, 1.
+    assert pack_padded([4, 1, 9, 3, 2, 4], budget=12) == [[2], [0, 5, 3], [4, 1]]
+    assert pack_padded([95] * 5, budget=100) == [[0], [1], [2], [3], [4]]
+    assert pack_padded([20] * 5, budget=100) == [[0, 1, 2, 3, 4]]
+    assert pack_padded([7], budget=5) == [[0]]
+    assert pack_padded([], budget=5) == []
 
 
 def test_pack_refuses_bad_input():

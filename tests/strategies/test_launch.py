@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,8 +52,8 @@ def start(*command: str | Path) -> subprocess.Popen[str]:
 def facts(*processes: subprocess.Popen[str]) -> list[list[object]]:
     outputs = [process.communicate(timeout=200)[0] for process in processes]
     assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
-    lines = [line.partition("FACTS ")[2] for output in outputs for line in output.splitlines() if "FACTS " in line]
-    return sorted(json.loads(line) for line in lines)
+    # Ranks share a pipe, so two of them may end up on one line.
+    return sorted(json.loads(found) for output in outputs for found in re.findall(r"FACTS (\[[^\]]*\])", output))
 
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
