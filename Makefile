@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 quickstart: $(STAMP)  ## Train a tiny model on this machine (options in ARGS="...")
-	$(BIN)/lightning-verl quickstart $(ARGS)
+	env -u OMP_NUM_THREADS $(BIN)/lightning-verl quickstart $(ARGS)
 
 test: $(STAMP)  ## Run the tests, several ranks included, but the slow ones
 	$(PYTEST) -q -m "not slow and not real_model" $(ARGS)

@@ -91,8 +91,7 @@ class StepMetrics:
     def largest(self, name: str, value: float | Tensor, counts: bool = True) -> None:
         """Take part in a maximum over ranks."""
         metric = self._get(name, MaxMetric)
-        if counts:
-            metric.update(torch.as_tensor(value).detach().double())
+        metric.update(torch.as_tensor(value).detach().double() if counts else torch.tensor(-math.inf))
 
     def compute(self) -> dict[str, float]:
         """Combine over ranks, in one exchange, and start anew.

@@ -51,11 +51,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("runs/train_script"), help="where everything is written")
     parser.add_argument("--max-steps", type=int, default=20)
+    parser.add_argument("--model", type=Path, help="a Hugging Face folder in place of the tiny model")
+    parser.add_argument("--precision", default="32-true", help="32-true, bf16-mixed or bf16-true")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="about 1e-6 for a real model")
     options = parser.parse_args()
 
     fabric = Fabric(
-        accelerator="cpu",  # leave it out to run on GPUs
         strategy=HybridStrategy(),
+        precision=options.precision,
         loggers=[CSVLogger(options.folder, name="logs")],
         callbacks=[RewardEMA(decay=0.995), NCCLGroupIsolation(), PrefetchLoader(depth=4)],
     )
@@ -64,10 +67,10 @@ def main() -> None:
         make_files(options.folder)
     fabric.barrier()
 
-    model = options.folder / "model"
+    model = options.model or options.folder / "model"
     dataflow = HybridDataFlow(
-        actor=Actor(model, learning_rate=1e-3),
-        critic=Critic(model, learning_rate=1e-3),
+        actor=Actor(model, learning_rate=options.learning_rate),
+        critic=Critic(model, learning_rate=options.learning_rate),
         reward=RewardFunction(score),
         reference=Reference(model),
     )

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import pickle
 import shutil
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -79,7 +81,8 @@ def save(path: Path, state: Mapping[str, Any], role_of: Callable[[Optimizer], st
         temporary.mkdir(parents=True)
     _barrier()
     if tensors:
-        dcp.save(tensors, checkpoint_id=str(temporary), no_dist=not dist.is_initialized())
+        with _single_process_is_fine():
+            dcp.save(tensors, checkpoint_id=str(temporary), no_dist=not dist.is_initialized())
     if _is_first():
         torch.save(plain, temporary / _STATE_FILE)
         previous = path.with_name(path.name + ".replaced")
@@ -121,7 +124,8 @@ def load(path: Path, state: dict[str, Any], role_of: Callable[[Optimizer], str],
     if targets:
         reader = _Reader(str(path))
         _check_shapes(path, reader.read_metadata(), targets)
-        dcp.load(targets, storage_reader=reader, no_dist=not dist.is_initialized())
+        with _single_process_is_fine():
+            dcp.load(targets, storage_reader=reader, no_dist=not dist.is_initialized())
     _put_back(wanted, targets, plain, role_of)
     for name in list(wanted):
         if name in plain["values"]:
@@ -186,6 +190,14 @@ def _check_shapes(path: Path, metadata: Metadata, targets: dict[str, _Tensors]) 
                     f"The checkpoint at {path} is of another architecture: {name}.{key} has shape {tuple(tensor.shape)} here and "
                     f"{found}. Build the roles with the config that it was saved from."
                 )
+
+
+@contextmanager
+def _single_process_is_fine() -> Iterator[None]:
+    """Keep torch from warning that there is no process group: one process needs none."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 def _is_first() -> bool:
