@@ -26,7 +26,7 @@ from lightning_verl.dataflow import HybridDataFlow
 from lightning_verl.quickstart.curves import draw_curves, read_logs
 from lightning_verl.quickstart.evaluation import greedy_accuracy
 from lightning_verl.quickstart.progress import ProgressLines
-from lightning_verl.quickstart.task import MAX_NEW_TOKENS, Row, exact, make_split, right_digits, task_tokenizer
+from lightning_verl.quickstart.task import MAX_NEW_TOKENS, Row, exact, make_split, task_tokenizer
 from lightning_verl.roles.actor import Actor
 from lightning_verl.roles.critic import Critic
 from lightning_verl.roles.reward_function import RewardFunction
@@ -40,8 +40,6 @@ _MOST_THREADS = 2
 
 _BETAS = (0.9, 0.98)
 """Adam's: a second moment that forgets faster than usual, for a run of a hundred steps."""
-_REWARD_WEIGHTS = (0.5, 0.5)
-"""Of the right answer and of its right digits: a wrong answer that comes close is told from one that does not."""
 _ACCURACY = "evaluation/greedy_accuracy"
 
 
@@ -158,7 +156,7 @@ def _make_roles(config: Quickstart) -> HybridDataFlow:
     return HybridDataFlow(
         actor=Actor(model(config.seed), tokenizer=tokenizer, betas=_BETAS),
         critic=critic if config.algorithm == "ppo" else None,
-        reward=RewardFunction([exact, right_digits], weights=_REWARD_WEIGHTS),
+        reward=RewardFunction(exact),
         skip_special_tokens=False,  # a special token in an answer makes it wrong
     )
 

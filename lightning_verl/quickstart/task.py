@@ -25,14 +25,8 @@ def task_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def exact(response: str, answer: str) -> float:
-    """1 for the right answer, 0 for any other."""
+    """The reward: 1 for the right answer, 0 for any other."""
     return float(response == answer)
-
-
-def right_digits(response: str, answer: str) -> float:
-    """The share of digits that are right and in their place, in [0, 1]."""
-    right = sum(given == wanted for given, wanted in zip(response, answer, strict=False))
-    return right / max(len(response), len(answer))
 
 
 @dataclass(frozen=True)
