@@ -18,7 +18,7 @@ OVERLAY := build/transformers
 OVERLAY_EXTRA_5.17.0 := huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9 certifi==2026.10.18
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow test-transformers-range lint types format clean
+.PHONY: help install quickstart test test-slow test-real-model test-transformers-range lint types format clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 28
@@ -38,6 +38,13 @@ test: $(STAMP)  ## Run the tests, several ranks included, but the slow ones
 
 test-slow: $(STAMP)  ## Run the slow tests
 	$(PYTEST) -q -m "slow and not real_model" $(ARGS)
+
+test-real-model: $(VENV)/.examples  ## Train a small real model for two steps (downloads 100 MB once)
+	$(PYTEST) -q -m real_model $(ARGS)
+
+$(VENV)/.examples: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,examples]'
+	touch $@
 
 test-transformers-range: $(TRANSFORMERS_RANGE:%=test-transformers-%)  ## Run the model tests on the oldest and newest transformers
 
