@@ -43,7 +43,7 @@ from lightning_verl.rollout.batch import demonstrations, join_rollouts
 from lightning_verl.rollout.sampling import SamplingParams
 from lightning_verl.strategies.dispatch import Gate, RowExchange, gather_counts, share_from_first_tensor_rank
 from lightning_verl.strategies.hybrid import HybridStrategy
-from lightning_verl.strategies.layout import ROLES
+from lightning_verl.strategies.layout import ROLES, is_trainable
 
 
 @dataclass
@@ -148,17 +148,17 @@ class HybridDataFlow:
                 "HybridDataFlow needs Fabric(strategy=HybridStrategy(...)) or strategy='hybrid', got "
                 f"{type(fabric.strategy).__name__}."
             )
-        self._fabric = fabric
         fabric.call("on_groups_setup", strategy=fabric.strategy)
         for role in ROLES:
             if role in self.modules:
                 self._wrapped[role] = fabric.setup_module(self.modules[role])
         self.metrics = StepMetrics(fabric.device)
-        self.gate = Gate(self.strategy)
-        self._exchange = RowExchange(self.strategy)
+        self.gate = Gate(fabric.strategy)
+        self._exchange = RowExchange(fabric.strategy)
         actor = self.modules["actor"]
         if "reference" not in self.modules and getattr(actor, "has_adapter", False):
             self.adapter_reference = AdapterReference(actor)
+        self._fabric = fabric  # last: a role that was refused leaves the data flow as it was
 
     def setup_optimizers(self, learning_rates: Mapping[str, float] | None = None) -> None:
         """Make a new optimizer for each trainable role, from its ``configure_optimizers``.
@@ -170,7 +170,7 @@ class HybridDataFlow:
             TypeError: ``configure_optimizers`` gave something else than one optimizer.
         """
         for role, module in self.modules.items():
-            if not getattr(module, "trainable", True):
+            if not is_trainable(module, role):
                 continue
             optimizer = module.configure_optimizers()  # type: ignore[operator]
             if not isinstance(optimizer, Optimizer):
@@ -347,8 +347,16 @@ class HybridDataFlow:
 
     def _score_in_micro_batches(self, reward: Any, rows: RolloutBatch) -> Scores:
         bins, _ = self._plan("reward", Experience(rows, rows.prompt_lengths, rows.prompt_lengths > 0))
+        parts: list[Scores] = []
+        error: Exception | None = None
         with torch.no_grad():
-            parts = [reward.score(rows.select(part).trimmed()) for part in bins]
+            for part in bins:
+                try:
+                    parts.append(reward.score(rows.select(part).trimmed()))
+                except Exception as problem:  # the other ranks' passes wait for all of this rank's
+                    error = error or problem
+        if error is not None:
+            raise error
         return join_scores(parts, order=[row for part in bins for row in part])
 
     def _record_scores(self, scores: Scores, waited: float, counts: bool) -> None:

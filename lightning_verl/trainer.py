@@ -152,8 +152,7 @@ class RLTrainer:
         self._set_learning_rates()
 
         flow.call("on_rollout_start", trainer=self, step=self.global_step)
-        batch = algorithm.collect(flow, prompts, self.sampling, self.global_step)
-        self._record_rollout(batch)
+        batch = self._collect(prompts)
         flow.call("on_rollout_end", trainer=self, batch=batch)
 
         experience = flow.score(batch) if algorithm.needs_reward else _unscored(batch)
@@ -204,14 +203,27 @@ class RLTrainer:
             return batch.rollout_logprobs
         return self.dataflow.logprobs(batch)
 
-    def _record_rollout(self, batch: RolloutBatch) -> None:
+    def _collect(self, prompts: PromptBatch) -> RolloutBatch:
+        """Let the algorithm collect sequences; a rank that cannot tells the others, so that none waits for it."""
+        batch, error = None, None
+        try:
+            batch = self.algorithm.collect(self.dataflow, prompts, self.sampling, self.global_step)
+        except Exception as problem:  # raised again by the gate, on every rank
+            error = problem
+        waited = self.dataflow.gate.meet("the rollout phase", error)
+        if batch is None:
+            raise RuntimeError(f"{type(self.algorithm).__name__}.collect returned nothing")
+        self._record_rollout(batch, waited)
+        return batch
+
+    def _record_rollout(self, batch: RolloutBatch, waited: float) -> None:
         metrics, lengths = self.dataflow.metrics, batch.response_lengths.double()
         metrics.mean("rollout/response_length", lengths, self._speaks)
         metrics.mean("rollout/truncated", batch.truncated.double(), self._speaks)
         metrics.total("rollout/sequences", len(batch), self._speaks)
         metrics.total("rollout/prompt_tokens", batch.prompt_lengths.sum(), self._speaks)
         metrics.total("rollout/response_tokens", batch.response_lengths.sum(), self._speaks)
-        metrics.mean("time/rollout_wait", torch.tensor([self.dataflow.gate.meet("the rollout phase", None)]))
+        metrics.mean("time/rollout_wait", torch.tensor([waited]))
 
     @property
     def _speaks(self) -> bool:
@@ -241,7 +253,8 @@ class RLTrainer:
         self._rollout_gap = progress["rollout_gap"]
         self.algorithm.load_state_dict(progress["algorithm"])
         self._loader_state = progress["data"]
-        _restore_random_state(progress["random"])
+        states = progress["random"]
+        _restore_random_state(states[min(self.fabric.global_rank, len(states) - 1)])
         for name, callback in self._stateful_callbacks().items():
             if name in progress["callbacks"]:
                 callback.load_state_dict(progress["callbacks"][name])
@@ -261,7 +274,7 @@ class RLTrainer:
             "rollout_gap": self._rollout_gap,
             "algorithm": self.algorithm.state_dict(),
             "data": self._loader_state,
-            "random": _random_state(),
+            "random": _of_every_rank(_random_state()),
             "callbacks": {name: callback.state_dict() for name, callback in self._stateful_callbacks().items()},
         }
         return state
@@ -312,7 +325,8 @@ class RLTrainer:
                 )
 
     def _check_lengths(self, sampling: SamplingParams) -> None:
-        limit = getattr(getattr(self.dataflow.modules["actor"].model, "config", None), "max_position_embeddings", None)
+        model = getattr(self.dataflow.modules["actor"], "model", None)
+        limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
         prompt = self.data.max_prompt_length
         if self.algorithm.needs_reward and limit and prompt and prompt + sampling.max_new_tokens > limit:
             raise ValueError(
@@ -354,6 +368,14 @@ def _unscored(batch: RolloutBatch) -> Experience:
     return Experience(
         batch, torch.zeros(len(batch), device=device), torch.ones(len(batch), dtype=torch.bool, device=device)
     )
+
+
+def _of_every_rank(state: dict[str, Any]) -> list[dict[str, Any]]:
+    if not dist.is_initialized():
+        return [state]
+    states: list[dict[str, Any]] = [state] * dist.get_world_size()
+    dist.all_gather_object(states, state)
+    return states
 
 
 def _random_state() -> dict[str, Any]:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -31,7 +31,9 @@ from lightning_verl import (
 )
 from lightning_verl.algorithms.base import Algorithm
 from lightning_verl.callbacks import RewardEMA
-from lightning_verl.data.experience import Experience
+from lightning_verl.data.experience import Experience, PromptBatch
+from lightning_verl.rollout.base import FinishReason, Rollouts
+from lightning_verl.rollout.batch import demonstrations, join_rollouts
 from lightning_verl.strategies.dispatch import AgreedError
 from lightning_verl.testing import char_tokenizer, run_ranks, tiny_model
 
@@ -349,10 +351,6 @@ def test_a_slow_reward_does_not_run_into_the_time_out_of_collectives() -> None:
 
 @pytest.mark.parametrize(("skip", "expected"), [(True, "ab"), (False, "<think>a</think>b")])
 def test_special_tokens_are_kept_or_left_out_of_the_text_and_padding_never_is_in_it(skip: bool, expected: str) -> None:
-    from lightning_verl.data.experience import PromptBatch
-    from lightning_verl.rollout.base import FinishReason, Rollouts
-    from lightning_verl.rollout.batch import join_rollouts
-
     tokenizer = char_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
     ids = [tokenizer.convert_tokens_to_ids(token) for token in ("<think>", "a", "</think>", "b")]
@@ -388,8 +386,24 @@ def test_sft_takes_one_response_a_prompt_from_the_named_field() -> None:
     with pytest.raises(ValueError, match="samples_per_prompt=4, but SFT samples nothing"):
         make_trainer(SFT())
     trainer = make_trainer(SFT(response_field="reply"), samples_per_prompt=None)
-    with pytest.raises(ValueError, match=r"field 'reply'.*fields: \['answer'\]"):
+    with pytest.raises(AgreedError, match=r"the rollout phase failed on rank 0: .*field 'reply'.*fields: \['answer'\]"):
         trainer.fit(1)
+
+
+def test_demonstrations_take_prompts_from_any_device() -> None:
+    class OnDevice(PromptBatch):
+        """Notes that it was brought to the host, as prompts on CUDA must be."""
+
+        moved: ClassVar[list[str]] = []
+
+        def to(self, device: Any, non_blocking: bool = False) -> PromptBatch:
+            self.moved.append(str(device))
+            return PromptBatch(self.ids, self.lengths, self.indices, self.texts, self.fields)
+
+    prompts = OnDevice(torch.tensor([[5, 6]]), torch.tensor([2]), torch.tensor([0]), ["x"], [{"answer": "1"}])
+    batch = demonstrations(prompts, "answer", TOKENIZER)
+    assert OnDevice.moved == ["cpu"]
+    assert batch.input_ids.tolist() == [[5, 6, TOKENIZER.convert_tokens_to_ids("1"), TOKENIZER.eos_token_id]]
 
 
 def test_a_role_that_the_algorithm_needs_is_named() -> None:

@@ -79,7 +79,7 @@ def main() -> None:
         tokenizer=dataflow.tokenizer,
         max_prompt_length=8,
         prefetch_factor=4,
-        num_workers=1,
+        num_workers=2,
     )
     trainer = RLTrainer(
         fabric,

@@ -151,8 +151,9 @@ class Algorithm(ABC):
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
         """Let the KL controller answer to what was measured, over all ranks."""
-        if "rollout/kl" in metrics:
-            self.kl.update(metrics["rollout/kl"], int(metrics["rollout/sequences"]))
+        measured = metrics.get("rollout/kl", metrics.get("actor/kl"))
+        if measured is not None:
+            self.kl.update(measured, int(metrics["rollout/sequences"]))
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_verl.algorithms.base import Algorithm, Metrics
-from lightning_verl.algorithms.kl import AdaptiveKL, FixedKL, KLEstimator, capped_fraction, kl_estimate
+from lightning_verl.algorithms.kl import AdaptiveKL, FixedKL, capped_fraction, kl_estimate
 from lightning_verl.algorithms.losses import Aggregation, Normalizer, aggregate, metric_mean, policy_loss
 from lightning_verl.data.experience import Experience
 
@@ -61,9 +61,3 @@ class ClippedAlgorithm(Algorithm):
             "kl_capped": capped_fraction(logprobs, reference, "k3", mask, tokens=normalizer.tokens),
         }
         return self.kl.value * aggregate(penalty, mask, self.aggregation, normalizer=normalizer), metrics
-
-    def rollout_kl(self, experience: Experience, estimator: KLEstimator) -> Tensor:
-        """The KL estimate of each token at the policy that was rolled out, ``[N, R]``."""
-        old = experience.old_logprobs
-        policy = experience.rollout.rollout_logprobs if old is None else old
-        return kl_estimate(policy, experience.need("ref_logprobs"), estimator, experience.mask)

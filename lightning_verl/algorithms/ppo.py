@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_verl.algorithms.advantages import gae, whiten
 from lightning_verl.algorithms.base import Metrics, last_token
 from lightning_verl.algorithms.clipped import ClippedAlgorithm
-from lightning_verl.algorithms.kl import AdaptiveKL, FixedKL
+from lightning_verl.algorithms.kl import AdaptiveKL, FixedKL, kl_estimate
 from lightning_verl.algorithms.losses import Aggregation, Normalizer, aggregate, value_loss
 from lightning_verl.data.experience import Experience
 
@@ -74,11 +74,10 @@ class PPO(ClippedAlgorithm):
         mask = experience.mask
         rewards = torch.where(last_token(mask), experience.scores[:, None], 0.0)
         metrics: Metrics = {}
-        if self.needs_reference:
-            penalty = self.rollout_kl(experience, "k1")
+        if self.needs_reference and self.kl_in == "reward":
+            penalty = kl_estimate(experience.need("old_logprobs"), experience.need("ref_logprobs"), "k1", mask)
+            rewards = rewards - self.kl.value * penalty
             metrics["kl"] = penalty[mask]
-            if self.kl_in == "reward":
-                rewards = rewards - self.kl.value * penalty
         advantages, returns = gae(rewards, experience.need("values"), mask, gamma=self.gamma, lam=self.lam)
         experience.returns = returns
         experience.advantages = whiten(advantages, mask, group=group) if self.whiten_advantages else advantages

@@ -86,10 +86,16 @@ class RewardEnsemble(LightningModule):
         """
         device = batch.input_ids.device
         rows, fallbacks = [], 0
+        error: Exception | None = None
         for name, member in zip(self.names, self.members, strict=True):
-            scores = cast(RewardRole, member).score(batch)
-            rows.append(_checked(name, scores, batch).to(device))
-            fallbacks += scores.fallbacks
+            try:
+                scores = cast(RewardRole, member).score(batch)
+                rows.append(_checked(name, scores, batch).to(device))
+                fallbacks += scores.fallbacks
+            except Exception as problem:  # raised below: members may be sharded, and other ranks wait for their passes
+                error = error or problem
+        if error is not None:
+            raise error
         raw = torch.stack(rows)
         values, spread = aggregate_members(raw, self.mode, self.penalty)
         components = dict(zip(self.names, raw.float(), strict=True))

@@ -45,11 +45,12 @@ def join_rollouts(
 
 
 def demonstrations(prompts: PromptBatch, field: str, tokenizer: PreTrainedTokenizerBase) -> RolloutBatch:
-    """Take the responses from a field of the data; the tokenizer's end token is added to each.
+    """Take the responses from a field of the data, on the CPU; the tokenizer's end token is added to each.
 
     Raises:
         ValueError: A row lacks the field, or it is no text.
     """
+    prompts = prompts.to("cpu")  # everything is built there, and moved at once
     texts = []
     for index, row in zip(prompts.indices.tolist(), prompts.fields, strict=True):
         if not isinstance(row.get(field), str):

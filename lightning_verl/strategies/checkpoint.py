@@ -76,21 +76,11 @@ def save(path: Path, state: Mapping[str, Any], role_of: Callable[[Optimizer], st
     """
     temporary = path.with_name(path.name + ".incomplete")
     tensors, plain = _split(state, role_of)
-    if _is_first():
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    _barrier()
+    _on_first_rank(lambda: _make_anew(temporary))
     if tensors:
         with _single_process_is_fine():
             dcp.save(tensors, checkpoint_id=str(temporary), no_dist=not dist.is_initialized())
-    if _is_first():
-        torch.save(plain, temporary / _STATE_FILE)
-        previous = path.with_name(path.name + ".replaced")
-        if path.exists():
-            path.rename(previous)
-        temporary.rename(path)
-        shutil.rmtree(previous, ignore_errors=True)
-    _barrier()
+    _on_first_rank(lambda: _publish(plain, temporary, path))
 
 
 def load(path: Path, state: dict[str, Any], role_of: Callable[[Optimizer], str], strict: bool) -> dict[str, Any]:
@@ -181,6 +171,12 @@ def _put_back(
 
 def _check_shapes(path: Path, metadata: Metadata, targets: dict[str, _Tensors]) -> None:
     for name, tensors in targets.items():
+        saved_keys = {key.removeprefix(f"{name}.") for key in metadata.state_dict_metadata if key.startswith(f"{name}.")}
+        if beyond := sorted(saved_keys - tensors.keys()):
+            raise CheckpointMismatchError(
+                f"The checkpoint at {path} is of another architecture: it holds {name}.{beyond[0]} and {len(beyond) - 1} more "
+                "tensors that there is no place for here. Build the roles with the config that it was saved from."
+            )
         for key, tensor in tensors.items():
             saved = metadata.state_dict_metadata.get(f"{name}.{key}")
             shape = tuple(saved.size) if isinstance(saved, TensorStorageMetadata) else None
@@ -200,10 +196,37 @@ def _single_process_is_fine() -> Iterator[None]:
         yield
 
 
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+def _make_anew(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
 
 
-def _barrier() -> None:
+def _publish(plain: dict[str, Any], temporary: Path, path: Path) -> None:
+    torch.save(plain, temporary / _STATE_FILE)
+    previous = path.with_name(path.name + ".replaced")
+    if path.exists():
+        shutil.rmtree(previous, ignore_errors=True)  # left by a save that was killed
+        path.rename(previous)
+    temporary.rename(path)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def _on_first_rank(action: Callable[[], None]) -> None:
+    """Run something on rank 0 while the others wait, and let all of them learn how it ended.
+
+    Raises:
+        OSError: It failed; the error itself on rank 0, its text on the others.
+    """
+    problem: OSError | None = None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            action()
+        except OSError as error:  # a full disk on rank 0 is not to leave the others waiting
+            problem = error
     if dist.is_initialized():
-        dist.barrier()
+        box = [None if problem is None else str(problem)]
+        dist.broadcast_object_list(box, src=0)
+        if problem is None and box[0] is not None:
+            problem = OSError(f"rank 0 could not write the checkpoint: {box[0]}")
+    if problem is not None:
+        raise problem

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -18,6 +19,9 @@ from lightning_verl.strategies.layout import RoleLayout
 
 T = TypeVar("T")
 TBatch = TypeVar("TBatch", bound=RowBatch)
+
+
+_GATES = itertools.count()
 
 
 class AgreedError(RuntimeError):
@@ -105,6 +109,8 @@ class Gate:
     def __init__(self, strategy: HybridStrategy, timeout: timedelta = timedelta(hours=2)) -> None:
         self._strategy = strategy
         self._timeout = timeout
+        # Gates are made in the same order on every rank; two of them must not meet in the store.
+        self._name = f"lightning_verl/gate{next(_GATES)}"
         self._passed = 0
 
     def meet(self, phase: str, error: BaseException | None) -> float:
@@ -133,7 +139,7 @@ class Gate:
         store = dist.distributed_c10d._get_default_store()
         own, ranks = self._strategy.global_rank, range(self._strategy.world_size)
         self._passed += 1
-        keys = {rank: f"lightning_verl/gate/{self._passed}/{rank}" for rank in ranks}
+        keys = {rank: f"{self._name}/{self._passed}/{rank}" for rank in ranks}
         store.set(keys[own], text)
         try:
             store.wait(list(keys.values()), self._timeout)
@@ -143,7 +149,7 @@ class Gate:
                 f"{phase}: ranks {late} did not finish within {self._timeout}. Give slow reward functions a time_limit."
             ) from failure
         # Everybody is here, so nobody still reads what was left at the gate before.
-        store.delete_key(f"lightning_verl/gate/{self._passed - 1}/{own}")
+        store.delete_key(f"{self._name}/{self._passed - 1}/{own}")
         return {rank: store.get(key).decode() for rank, key in keys.items()}
 
 

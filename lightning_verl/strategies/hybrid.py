@@ -26,7 +26,7 @@ from lightning_verl.parallel.tensor import apply_tensor_parallel, models_to_cut
 from lightning_verl.strategies import checkpoint
 from lightning_verl.strategies.clipping import clip_by_true_norm
 from lightning_verl.strategies.groups import DEFAULT_TIMEOUT, GroupRegistry
-from lightning_verl.strategies.layout import ROLES, RoleLayout, check_config, check_names, resolve_layouts
+from lightning_verl.strategies.layout import ROLES, RoleLayout, check_config, check_names, is_trainable, resolve_layouts
 from lightning_verl.strategies.mesh import DeviceMesh
 from lightning_verl.strategies.precision import HybridPrecision
 
@@ -245,7 +245,7 @@ class HybridStrategy(ModelParallelStrategy):
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
         role = self.role_of(module)
-        if not getattr(module, "trainable", True):
+        if not is_trainable(module, role):
             module.requires_grad_(False)
         if next(module.parameters(), None) is not None:
             self._parallelize(module, role)

@@ -59,6 +59,11 @@ class RoleLayout:
         return [[self.ranks[start + step * stride] for step in range(size)] for start in starts]
 
 
+def is_trainable(module: object, role: str) -> bool:
+    """Whether a role's module is trained: what its ``trainable`` says, else whether it is an actor or a critic."""
+    return bool(getattr(module, "trainable", role in ("actor", "critic")))
+
+
 def check_names(owner: str, given: Iterable[str], known: Iterable[str], what: str) -> None:
     """Refuse an unknown name and offer the nearest known one.
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_verl import Actor, Critic, HybridDataFlow, HybridStrategy, Reference, Reward, RewardEnsemble
 from lightning_verl.data.experience import RolloutBatch
 from lightning_verl.data.sharding import split
+from lightning_verl.strategies.dispatch import AgreedError
 from lightning_verl.testing import char_tokenizer, run_ranks, tiny_config, tiny_model
 
 
@@ -159,6 +160,32 @@ def test_an_ensemble_of_models_and_functions_scores_alike_on_every_layout(config
     for _, figures in ranks:
         assert figures["reward/mean"] == pytest.approx(metrics["reward/mean"], abs=1e-5)
         assert figures["reward/disagreement"] == pytest.approx(metrics["reward/disagreement"], abs=1e-5)
+
+
+def failing_ensemble() -> tuple[str, float]:
+    """Models between functions, sharded; a function fails on rank 1 alone. Another data flow then starts afresh."""
+    fabric = Fabric(accelerator="cpu", strategy=HybridStrategy())
+    fabric.launch()
+
+    def fails(response: str) -> float:
+        if fabric.global_rank == 1:
+            raise OSError("no space left")
+        return 1.0
+
+    def score_with(function: Any) -> Tensor:
+        flow = HybridDataFlow(Actor(tiny_model()), reward=RewardEnsemble([function, *map(Reward, [tiny_config()] * 2)]))
+        flow.setup(fabric)
+        return flow.score(some_rows()).scores
+
+    with pytest.raises(AgreedError) as caught:
+        score_with(fails)
+    return str(caught.value), float(score_with(lambda response: 1.0).sum())
+
+
+def test_a_function_that_fails_beside_sharded_models_fails_on_all_ranks() -> None:
+    first, second = run_ranks(failing_ensemble, 2)
+    assert first == second
+    assert "the reward phase failed on rank 1: RewardError" in first[0]
 
 
 def test_a_role_in_the_wrong_place_is_named() -> None:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_verl import Actor, Critic, HybridStrategy, Reference
+from lightning_verl import Actor, Critic, HybridDataFlow, HybridStrategy, Reference
 from lightning_verl.data.experience import RolloutBatch
 from lightning_verl.strategies.precision import HybridPrecision
 from lightning_verl.testing import run_ranks, tiny_model
@@ -110,6 +110,22 @@ def test_frozen_roles_get_no_gradient() -> None:
     logprobs, _ = reference(rows())
     assert not logprobs.requires_grad
     assert not any(parameter.requires_grad for parameter in reference.parameters())
+
+
+def test_a_users_reward_and_reference_are_frozen_too() -> None:
+    class OwnReward(LightningModule):
+        role = "reward"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(2, 1)
+
+    fabric = launched()
+    flow = HybridDataFlow(Actor(tiny_model()), reward=OwnReward())
+    flow.setup(fabric)
+    flow.setup_optimizers()
+    assert set(flow.optimizers) == {"actor"}
+    assert not any(parameter.requires_grad for parameter in flow.modules["reward"].parameters())
 
 
 def test_groups_are_set_before_the_role() -> None:

@@ -120,6 +120,28 @@ def test_another_architecture_is_refused_and_nothing_changes(tmp_path: Path) -> 
     assert all(torch.equal(value, before[name]) for name, value in wide.state_dict().items())
 
 
+def test_a_deeper_model_is_not_cut_to_a_shallower_one(tmp_path: Path) -> None:
+    fabric, state = roles({})
+    fabric.save(tmp_path / "checkpoint", state)
+    shallow = fabric.setup_module(Actor(tiny_model(num_hidden_layers=1)))
+    with pytest.raises(CheckpointMismatchError, match=r"holds actor\.model\.model\.layers\.1\..* that there is no place for"):
+        fabric.load(tmp_path / "checkpoint", {"actor": shallow})
+
+
+def save_into_a_file(folder: str) -> str:
+    fabric, state = roles({})
+    (Path(folder) / "file").touch()
+    with pytest.raises(OSError) as caught:  # noqa: PT011 - its text differs from rank to rank
+        fabric.save(Path(folder) / "file" / "checkpoint", state)
+    return str(caught.value)
+
+
+def test_a_write_that_fails_on_rank_0_fails_on_all(tmp_path: Path) -> None:
+    first, second = run_ranks(save_into_a_file, 2, str(tmp_path))
+    assert "Not a directory" in first
+    assert second == f"rank 0 could not write the checkpoint: {first}"
+
+
 def test_missing_names_and_folders_are_named(tmp_path: Path) -> None:
     fabric, state = roles({})
     with pytest.raises(FileNotFoundError, match="No whole checkpoint"):
