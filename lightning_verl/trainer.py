@@ -143,6 +143,8 @@ class RLTrainer:
             raise
         finally:
             loaders["train"].close()
+            for logger in self.fabric.loggers:
+                logger.save()  # CSVLogger would leave the last rows of a short run unwritten
         self.fabric.call("on_run_end", trainer=self)
         return metrics
 

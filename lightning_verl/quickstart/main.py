@@ -73,8 +73,6 @@ class Quickstart:
     """Of the actor, while it learns from examples."""
     rl_learning_rate: float = 2e-4
     """Of the actor, while it learns from rewards."""
-    temperature: float = 1.0
-    """Of the samples."""
     critic_learning_rate: float = 1e-3
     """Of the critic (PPO)."""
 
@@ -188,7 +186,7 @@ def _make_rl(config: Quickstart, fabric: Fabric, dataflow: HybridDataFlow, rows:
             rollout_batch_size=config.rl_batch_size,
             update_batch_size=config.rl_batch_size // config.minibatches,
             samples_per_prompt=config.samples_per_prompt,
-            sampling=SamplingParams(max_new_tokens=MAX_NEW_TOKENS, temperature=config.temperature, seed=config.seed),
+            sampling=SamplingParams(max_new_tokens=MAX_NEW_TOKENS, seed=config.seed),
             learning_rates={"actor": config.rl_learning_rate},
             warmup_steps=10,
             first_step=config.sft_steps,
