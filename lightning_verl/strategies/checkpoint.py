@@ -1,8 +1,8 @@
 """One checkpoint directory for many roles and optimizers, loadable on another layout and number of ranks.
 
-Layout of a directory: ``*.distcp`` files with tensors and their ``.metadata`` (torch's distributed checkpoint), and ``state.pt``
-with everything that is no tensor of a role. It is written under a temporary name and renamed last, so that a directory with the
-final name is whole.
+Layout of a directory: ``*.distcp`` files with tensors and their ``.metadata`` (torch's distributed checkpoint), and
+``state.pt`` with everything that is no tensor of a role. It is written under a temporary name and renamed last, so
+that a directory with the final name is whole.
 """
 
 from __future__ import annotations
@@ -44,12 +44,17 @@ class _SafeUnpickler(pickle.Unpickler):
     """Reads a checkpoint's metadata and refuses to build anything but torch's own description of tensors."""
 
     _ALLOWED_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-    _ALLOWED = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("pathlib", "Path")}
+    _ALLOWED = {
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("pathlib", "PosixPath"),
+        ("pathlib", "Path"),
+    }
 
     def find_class(self, module: str, name: str) -> Any:
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not (module in self._ALLOWED_MODULES or (module, name) in self._ALLOWED or dtype):
-            raise pickle.UnpicklingError(f"checkpoint metadata names {module}.{name}, which is not part of a checkpoint")
+            raise pickle.UnpicklingError(f"checkpoint metadata names {module}.{name}, which no checkpoint needs")
         return super().find_class(module, name)
 
 
@@ -70,8 +75,8 @@ def save(path: Path, state: Mapping[str, Any], role_of: Callable[[Optimizer], st
 
     Args:
         path: The directory to publish. An existing checkpoint there is replaced once the new one is whole.
-        state: By name: modules, optimizers, objects whose ``tensors()`` are loaded in place, objects with ``state_dict``, and
-            plain values.
+        state: By name: modules, optimizers, objects whose ``tensors()`` are loaded in place, objects with
+            ``state_dict``, and plain values.
         role_of: The role that an optimizer belongs to.
     """
     temporary = path.with_name(path.name + ".incomplete")
@@ -106,7 +111,8 @@ def load(path: Path, state: dict[str, Any], role_of: Callable[[Optimizer], str],
     missing = [name for name in state if name not in saved_names]
     if missing and strict:
         raise CheckpointMismatchError(
-            f"The checkpoint at {path} holds {sorted(saved_names)} but not {missing}. Remove these from the state, or load "
+            f"The checkpoint at {path} holds {sorted(saved_names)} but not {missing}. Remove these from the state, or "
+            f"load "
             "with strict=False."
         )
     wanted = {name: item for name, item in state.items() if name in saved_names}
@@ -142,7 +148,8 @@ def _split(state: Mapping[str, Any], role_of: Callable[[Optimizer], str]) -> tup
             module = modules.get(role_of(item))
             if module is None:
                 raise ValueError(
-                    f"Checkpoint state {name!r} is the optimizer of role {role_of(item)!r}, whose module is not in the state; "
+                    f"Checkpoint state {name!r} is the optimizer of role {role_of(item)!r}, whose module is not in "
+                    f"the state; "
                     "add it, for its parameters' names."
                 )
             entries = cast(Mapping[str, Any], get_optimizer_state_dict(module, item, options=_OPTIONS))
@@ -171,19 +178,22 @@ def _put_back(
 
 def _check_shapes(path: Path, metadata: Metadata, targets: dict[str, _Tensors]) -> None:
     for name, tensors in targets.items():
-        saved_keys = {key.removeprefix(f"{name}.") for key in metadata.state_dict_metadata if key.startswith(f"{name}.")}
+        saved = [key for key in metadata.state_dict_metadata if key.startswith(f"{name}.")]
+        saved_keys = {key.removeprefix(f"{name}.") for key in saved}
         if beyond := sorted(saved_keys - tensors.keys()):
             raise CheckpointMismatchError(
-                f"The checkpoint at {path} is of another architecture: it holds {name}.{beyond[0]} and {len(beyond) - 1} more "
+                f"The checkpoint at {path} is of another architecture: it holds {name}.{beyond[0]} and "
+                f"{len(beyond) - 1} more "
                 "tensors that there is no place for here. Build the roles with the config that it was saved from."
             )
         for key, tensor in tensors.items():
-            saved = metadata.state_dict_metadata.get(f"{name}.{key}")
-            shape = tuple(saved.size) if isinstance(saved, TensorStorageMetadata) else None
+            entry = metadata.state_dict_metadata.get(f"{name}.{key}")
+            shape = tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
             if shape != tuple(tensor.shape):
                 found = f"has shape {shape} there" if shape else "is not in it"
                 raise CheckpointMismatchError(
-                    f"The checkpoint at {path} is of another architecture: {name}.{key} has shape {tuple(tensor.shape)} here and "
+                    f"The checkpoint at {path} is of another architecture: {name}.{key} has shape "
+                    f"{tuple(tensor.shape)} here and "
                     f"{found}. Build the roles with the config that it was saved from."
                 )
 

@@ -19,7 +19,8 @@ def clip_by_true_norm(
     """Scale gradients in place so that their total norm is at most ``max_norm``, and return the norm before.
 
     torch's own function refuses parameters of several meshes (norm weights lie on the data axis, matrices on data and
-    tensor). Here the norm is taken for each mesh, then of these norms. Parameters that are whole on every rank count once.
+    tensor). Here the norm is taken for each mesh, then of these norms. Parameters that are whole on every rank count
+    once.
 
     Args:
         parameters: Parameters; those without a gradient are passed over.
@@ -40,7 +41,8 @@ def clip_by_true_norm(
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
-            f"The gradient norm is {total.item()}, so the step would write NaN into the weights; nothing was changed. Look at "
+            f"The gradient norm is {total.item()}, so the step would write NaN into the weights; nothing was changed. "
+            f"Look at "
             "the loss, or pass error_if_nonfinite=False."
         )
     for group in by_layout.values():
@@ -64,8 +66,8 @@ def _norm(gradients: list[Tensor], mesh: DeviceMesh | None, cut: tuple[int, ...]
     norm = get_total_norm(parts, norm_type).float()
     infinite = math.isinf(norm_type)
     power = norm if infinite else norm**norm_type
-    for axis in cut:
-        assert mesh is not None  # only a DTensor is cut
-        dist.all_reduce(power, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=mesh.get_group(axis))
+    groups = [] if mesh is None else [mesh.get_group(axis) for axis in cut]
+    for group in groups:
+        dist.all_reduce(power, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
     total: Tensor = power if infinite else power ** (1 / norm_type)
     return total

@@ -31,8 +31,8 @@ class AgreedError(RuntimeError):
 class RowExchange:
     """Takes rows from the data ranks of one role to those of another.
 
-    The rows of all source ranks, in their order, are cut evenly over the target's data ranks. Where both roles lie on the same
-    data ranks nothing moves.
+    The rows of all source ranks, in their order, are cut evenly over the target's data ranks. Where both roles lie on
+    the same data ranks nothing moves.
 
     Args:
         strategy: Knows the layouts.

@@ -15,8 +15,9 @@ DEFAULT_TIMEOUT = timedelta(seconds=1800)
 OPERATIONS = {"gather": "shard", "reduce": "shard", "replicate": "replicate", "tensor": "tensor", "scores": "data"}
 """What a role communicates, and along which axis of its grid.
 
-``gather``: FSDP2's parameter all-gather. ``reduce``: its gradient reduce-scatter. ``replicate``: the gradient all-reduce
-over whole copies. ``tensor``: the reductions inside cut matrices. ``scores``: loss normalisers, statistics and scores.
+``gather``: FSDP2's parameter all-gather. ``reduce``: its gradient reduce-scatter. ``replicate``: the gradient
+all-reduce over whole copies. ``tensor``: the reductions inside cut matrices. ``scores``: loss normalisers, statistics
+and scores.
 """
 
 
@@ -49,7 +50,8 @@ class NCCLGroupManager:
         """
         if not dist.is_initialized():
             raise RuntimeError(
-                "NCCLGroupManager.create_group needs a world of processes; call fabric.launch() first (one CPU process has "
+                "NCCLGroupManager.create_group needs a world of processes; call fabric.launch() first (one CPU "
+                "process has "
                 "no groups and needs none)."
             )
         options = None
@@ -80,7 +82,8 @@ class GroupRegistry:
         wanted = _own_line(layout, OPERATIONS[operation])
         if ranks != wanted:
             raise ValueError(
-                f"HybridStrategy.set_group: the group for {layout.role!r} / {operation!r} has ranks {ranks}, but this rank "
+                f"HybridStrategy.set_group: the group for {layout.role!r} / {operation!r} has ranks {ranks}, but this "
+                f"rank "
                 f"communicates along the {OPERATIONS[operation]} axis with {wanted}. Create the group with those ranks."
             )
         self._own[layout.role, operation] = group

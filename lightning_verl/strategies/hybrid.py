@@ -46,12 +46,13 @@ class HybridStrategy(ModelParallelStrategy):
 
     Args:
         mesh_shape: Ranks of the axes (data, tensor, pipeline, expert), or a ``DeviceMesh``. None: data = world.
-        parallelism_config: Sizes of single roles, such as ``{"actor": {"dp": 2, "tp": 2}}``; keys ``dp`` (shards), ``tp``,
-            ``replicate`` (fill the mesh with copies). A role that is left out takes the mesh's numbers.
+        parallelism_config: Sizes of single roles, such as ``{"actor": {"dp": 2, "tp": 2}}``; keys ``dp`` (shards),
+            ``tp``, ``replicate`` (fill the mesh with copies). A role that is left out takes the mesh's numbers.
         hybrid_engine_config: ``rollout_tp`` and ``update_dp``; today both must agree with the actor's entry.
-        activation_checkpointing: ``"selective"``, ``"full"``, a list of module-name suffixes or None; a role's own wins.
-        defer_gradient_sync: Over an accumulated mini-batch, reduce gradients once at its end instead of in every micro-batch.
-            It saves traffic and costs one whole fp32 copy of the gradients.
+        activation_checkpointing: ``"selective"``, ``"full"``, a list of module-name suffixes or None; a role's own
+            wins.
+        defer_gradient_sync: Over an accumulated mini-batch, reduce gradients once at its end instead of in every
+            micro-batch. It saves traffic and costs one whole fp32 copy of the gradients.
         timeout: Longest time of a collective.
         process_group_backend: "nccl" or "gloo"; None takes the device's.
 
@@ -109,7 +110,7 @@ class HybridStrategy(ModelParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there is a world of processes: more than one rank, CUDA, or mixed precision (FSDP2 does the casts)."""
+        """Whether there is a world of processes: several ranks, CUDA, or mixed precision (FSDP2 does the casts)."""
         return self.world_size > 1 or self.root_device.type == "cuda" or self.hybrid_precision.needs_policy
 
     @override
@@ -130,10 +131,11 @@ class HybridStrategy(ModelParallelStrategy):
     @property
     @override
     def device_mesh(self) -> TorchDeviceMesh:
-        """The actor's mesh of (replicate, shard, tensor) ranks. RuntimeError before launch or without a process group."""
+        """The actor's mesh of (replicate, shard, tensor) ranks. RuntimeError without a process group."""
         if not dist.is_initialized():
             raise RuntimeError(
-                "HybridStrategy.device_mesh exists after fabric.launch() in a world of processes; one CPU process has none."
+                "HybridStrategy.device_mesh exists after fabric.launch() in a world of processes; one CPU process has "
+                "none."
             )
         return self.role_mesh("actor")
 
@@ -190,7 +192,7 @@ class HybridStrategy(ModelParallelStrategy):
             ValueError: The group's ranks do not fit.
         """
         if role in self._roles:
-            raise RuntimeError(f"HybridStrategy.set_group: role {role!r} is set up already; set its groups before that.")
+            raise RuntimeError(f"HybridStrategy.set_group: role {role!r} is set up already; set groups before that.")
         self._groups.put(self.layout(role), operation, group)
 
     def has_group(self, role: str, operation: str) -> bool:
@@ -200,8 +202,8 @@ class HybridStrategy(ModelParallelStrategy):
     def role_mesh(self, role: str) -> TorchDeviceMesh:
         """The torch mesh of a role: axes ``<role>_replicate``, ``<role>_shard``, ``<role>_tensor``.
 
-        Names are a role's own because torch takes meshes with equal ranks and names for the same mesh, and would run one
-        role's collectives on another role's groups.
+        Names are a role's own because torch takes meshes with equal ranks and names for the same mesh, and would run
+        one role's collectives on another role's groups.
         """
         if role not in self._meshes:
             layout = self.layout(role)
@@ -309,8 +311,10 @@ class HybridStrategy(ModelParallelStrategy):
         role = roles.pop() if len(roles) == 1 else None
         if role is None:
             raise ValueError(
-                f"HybridStrategy: an optimizer takes the parameters of one role that is set up, got those of {roles or None} "
-                "(None: a module not set up, or parameters taken before sharding). Set the role up first, or both together "
+                f"HybridStrategy: an optimizer takes the parameters of one role that is set up, got those of "
+                f"{roles or None} "
+                "(None: a module not set up, or parameters taken before sharding). Set the role up first, or both "
+                "together "
                 "with fabric.setup(module, optimizer)."
             )
         return role
@@ -344,7 +348,8 @@ class HybridStrategy(ModelParallelStrategy):
 
     @contextmanager
     def rollout(self, actor: nn.Module) -> Iterator[Any]:
-        """Hold the actor in its rollout layout and yield its engine, which may only generate inside (a collective call).
+        """Hold the actor in its rollout layout and yield its engine, which may generate inside only (a collective
+        call).
 
         Args:
             actor: The actor, set up; as Fabric returned it or the module itself.
@@ -384,10 +389,11 @@ class HybridStrategy(ModelParallelStrategy):
     def load_checkpoint(
         self, path: _PATH, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a directory that ``save_checkpoint`` wrote, on this or another layout, and return what ``state`` lacks."""
+        """Load a directory that ``save_checkpoint`` wrote, on any layout, and return what ``state`` lacks."""
         if not isinstance(state, dict) or not state:
             raise ValueError(
-                f"HybridStrategy.load_checkpoint got state={type(state).__name__}; pass a dictionary with the names used at "
+                f"HybridStrategy.load_checkpoint got state={type(state).__name__}; pass a dictionary with the names "
+                f"used at "
                 "saving, such as {'actor': actor}."
             )
         rest = checkpoint.load(Path(self.broadcast(path)), state, self.role_of_optimizer, strict)
@@ -399,4 +405,3 @@ class HybridStrategy(ModelParallelStrategy):
         """Leave the process group. Fabric itself never calls this; scripts that end their process need not either."""
         if dist.is_initialized():
             dist.destroy_process_group()
-

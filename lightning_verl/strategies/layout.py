@@ -16,23 +16,33 @@ _ENGINE_KEYS = ("rollout_tp", "update_dp", "offload_to_cpu")
 
 @dataclass(frozen=True)
 class RoleLayout:
-    """How one role lies on the ranks: a grid of replicas x shards x tensor ranks."""
+    """How one role lies on the ranks: a grid of replicas x shards x expert ranks x tensor ranks.
+
+    Each coordinate of the first three axes holds rows of its own. Parameters outside of experts do not know the expert
+    axis: FSDP2 cuts them over shards x expert ranks.
+    """
 
     role: str
     """The role's name."""
     replicas: int
     """Whole copies of the role; gradients are averaged over them."""
     shards: int
-    """Parts that FSDP2 cuts each copy into."""
+    """Parts that FSDP2 cuts each copy into, on each expert rank."""
     tensor: int
     """Ranks that cut the matrices of one shard, and share its rows."""
     ranks: tuple[int, ...]
     """World ranks in the order of the grid, the tensor axis fastest."""
+    expert: int = 1
+    """Ranks that the experts of a mixture are divided over."""
 
     @property
     def data_size(self) -> int:
         """Data ranks: coordinates that hold rows of their own."""
-        return self.replicas * self.shards
+        return self.replicas * self.shards * self.expert
+
+    def holds(self, rank: int) -> bool:
+        """Whether a world rank has a part of the role."""
+        return rank in self.ranks
 
     def data_rank(self, rank: int) -> int:
         """The data coordinate of a world rank."""
@@ -46,12 +56,17 @@ class RoleLayout:
         """The ranks that communicate along an axis, one list for each line of the grid.
 
         Args:
-            axis: ``"replicate"``, ``"shard"``, ``"tensor"``, or ``"data"`` (replicate and shard together).
+            axis: ``"replicate"``; ``"shard"`` (shards and expert ranks, over which FSDP2 cuts what is no expert);
+                ``"expert_shard"`` (over which it cuts the experts); ``"expert"``; ``"tensor"``; or ``"data"`` (all but
+                tensor).
         """
+        inner = self.expert * self.tensor
         strides = {
             "tensor": (self.tensor, 1),
-            "shard": (self.shards, self.tensor),
-            "replicate": (self.replicas, self.shards * self.tensor),
+            "expert": (self.expert, self.tensor),
+            "expert_shard": (self.shards, inner),
+            "shard": (self.shards * self.expert, self.tensor),
+            "replicate": (self.replicas, self.shards * inner),
             "data": (self.data_size, self.tensor),
         }
         size, stride = strides[axis]
@@ -107,7 +122,9 @@ def check_config(parallelism_config: Mapping[str, Mapping[str, Any]], engine: Ma
     for key in ("rollout_tp", "update_dp"):
         _check_size(owner, key, engine.get(key, 1))
     if engine.get("offload_to_cpu"):
-        raise ValueError(f"{owner} got offload_to_cpu=True, which is not supported yet; leave it out or set it to False.")
+        raise ValueError(
+            f"{owner} got offload_to_cpu=True, which is not supported yet; leave it out or set it to False."
+        )
 
 
 def _check_size(owner: str, key: str, value: Any) -> None:
@@ -123,46 +140,60 @@ def resolve_layouts(
 ) -> dict[str, RoleLayout]:
     """Derive the layout of every role.
 
-    A world of k whole meshes replicates the mesh k times along data. A role that is left out takes the mesh's own
-    numbers. ``dp x tp`` of a role equals the ranks of one mesh; with ``replicate=True`` it may be a divisor of them, and
-    copies of the role fill the mesh. ``{"dp": 1}`` is one whole copy on each rank.
+    Ranks that a role claims with ``ranks`` lie outside the mesh. What remains is k whole meshes, which replicate the
+    mesh k times along data. A role that is left out takes the mesh's own numbers. ``dp x tp x ep`` of a role equals
+    the ranks of one mesh; with ``replicate=True`` it may be a divisor of them, and copies of the role fill the mesh.
+    ``{"dp": 1}`` is one whole copy on each rank.
 
     Args:
         world_size: Ranks there are.
-        mesh: The mesh, or None for one whose data axis is the world.
+        mesh: The mesh, or None for one whose data axis is all ranks that no role claims.
         parallelism_config: Sizes for each role, checked by ``check_config``.
         engine: The hybrid engine's sizes, checked by ``check_config``.
 
     Raises:
         ValueError: The numbers do not fit; the message writes out the whole equation.
     """
-    mesh = mesh or DeviceMesh((world_size, 1, 1, 1))
-    copies, rest = divmod(world_size, mesh.size)
+    claimed = sorted({rank for entry in parallelism_config.values() for rank in entry.get("ranks") or ()})
+    if claimed and claimed[-1] >= world_size:
+        raise ValueError(
+            f"HybridStrategy(parallelism_config): ranks {claimed} are claimed, but a world of {world_size} processes "
+            f"has "
+            f"ranks 0 to {world_size - 1}. Start at least {claimed[-1] + 1} processes or claim other ranks."
+        )
+    free = [rank for rank in range(world_size) if rank not in claimed]
+    mesh = mesh or DeviceMesh((max(len(free), 1), 1, 1, 1))
+    copies, rest = divmod(len(free), mesh.size)
     if rest or copies == 0:
         raise ValueError(
             f"HybridStrategy: world = k x (data x tensor x pipeline x expert) + claimed ranks does not hold: "
-            f"{world_size} = k x ({mesh.equation()}) + 0 has no whole k >= 1. Start a multiple of {mesh.size} processes, or "
-            f"give a mesh_shape whose product divides {world_size}."
+            f"{world_size} = k x ({mesh.equation()}) + {len(claimed)} has no whole k >= 1. Start {len(claimed)} plus "
+            f"a multiple "
+            f"of {mesh.size} processes, or give a mesh_shape whose product divides {len(free)}."
         )
-    layouts = {role: _layout(role, mesh, copies, parallelism_config.get(role)) for role in ROLES}
+    ranks = tuple(free)
+    layouts = {role: _layout(role, mesh, ranks, parallelism_config.get(role)) for role in ROLES}
     _check_engine(layouts["actor"], engine)
     return layouts
 
 
-def _layout(role: str, mesh: DeviceMesh, copies: int, entry: Mapping[str, Any] | None) -> RoleLayout:
-    entry = entry or {"dp": mesh.axis("data"), "tp": mesh.axis("tensor")}
-    tensor = entry.get("tp", 1)
-    shards = entry.get("dp", max(mesh.size // tensor, 1))
-    whole_copy = shards == tensor == 1
-    fits = mesh.size % (shards * tensor) == 0 if entry.get("replicate") or whole_copy else mesh.size == shards * tensor
-    if not fits:
+def _layout(role: str, mesh: DeviceMesh, ranks: tuple[int, ...], entry: Mapping[str, Any] | None) -> RoleLayout:
+    entry = entry or {axis: mesh.axis(name) for axis, name in (("dp", "data"), ("tp", "tensor"), ("ep", "expert"))}
+    own = entry.get("ranks")
+    ranks = tuple(own) if own else ranks
+    size = len(ranks) if own else mesh.size
+    tensor, expert = entry.get("tp", 1), entry.get("ep", 1)
+    shards = entry.get("dp", max(size // (tensor * expert), 1))
+    part = shards * tensor * expert
+    filled = bool(entry.get("replicate")) or (part == 1 and not own)
+    if size % part if filled else size != part:
+        there = f"its ranks {list(ranks)}, {size}" if own else f"the mesh's ranks, {mesh.equation()}"
         raise ValueError(
-            f"HybridStrategy(parallelism_config[{role!r}]): dp x tp = {shards} x {tensor} = {shards * tensor} does not "
-            f"equal the mesh's ranks, {mesh.equation()}. Make dp x tp = {mesh.size}, or set replicate=True with a dp x tp "
-            f"that divides {mesh.size}."
+            f"HybridStrategy(parallelism_config[{role!r}]): dp x tp x ep = {shards} x {tensor} x {expert} = {part} "
+            f"does not "
+            f"equal {there}. Make dp x tp x ep = {size}, or set replicate=True with a dp x tp x ep that divides {size}."
         )
-    replicas = copies * mesh.size // (shards * tensor)
-    return RoleLayout(role, replicas, shards, tensor, tuple(range(copies * mesh.size)))
+    return RoleLayout(role, len(ranks) // part, shards, tensor, ranks, expert)
 
 
 def _check_engine(actor: RoleLayout, engine: Mapping[str, Any]) -> None:
@@ -175,6 +206,7 @@ def _check_engine(actor: RoleLayout, engine: Mapping[str, Any]) -> None:
     rollout_tp = engine.get("rollout_tp", actor.tensor)
     if rollout_tp != actor.tensor:
         raise ValueError(
-            f"HybridStrategy(hybrid_engine_config): rollout_tp={rollout_tp} differs from the actor's tp={actor.tensor}; a "
+            f"HybridStrategy(hybrid_engine_config): rollout_tp={rollout_tp} differs from the actor's "
+            f"tp={actor.tensor}; a "
             "rollout layout of its own is not supported yet. Leave rollout_tp out or make them agree."
         )

@@ -1,7 +1,7 @@
 """Precision through FSDP2's policy, with no autocast.
 
-Autocast over fp32 masters gives attention its queries and keys in fp32 and its values in bf16, and one device would compute
-something else than many. Here the parameters are cast when they are gathered, on one device as on many.
+Autocast over fp32 masters gives attention its queries and keys in fp32 and its values in bf16, and one device would
+compute something else than many. Here the parameters are cast when they are gathered, on one device as on many.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class HybridPrecision(Precision):
     def __init__(self, precision: str = "32-true") -> None:
         if precision not in get_args(PrecisionName):
             raise ValueError(
-                f"HybridPrecision got precision={precision!r}; HybridStrategy takes {', '.join(get_args(PrecisionName))}. "
+                f"HybridPrecision got precision={precision!r}; HybridStrategy takes "
+                f"{', '.join(get_args(PrecisionName))}. "
                 "Choose 'bf16-mixed' for fp32 masters with bf16 compute."
             )
         self.precision: PrecisionName = precision  # type: ignore[assignment]

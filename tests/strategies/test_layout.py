@@ -57,9 +57,7 @@ def test_rows_cover_every_mesh_and_are_equal_inside_a_model_copy() -> None:
         if data * tensor * copies > 8:
             continue
         layout = resolve(data * tensor * copies, (data, tensor, 1, 1))["actor"]
-        rows = {
-            rank: rollout_rows(8, 8, layout.data_size, layout.data_rank(rank)) for rank in layout.ranks
-        }
+        rows = {rank: rollout_rows(8, 8, layout.data_size, layout.data_rank(rank)) for rank in layout.ranks}
         for line in layout.lines("tensor"):
             assert len({tuple(rows[rank]) for rank in line}) == 1
         for line in layout.lines("data"):
@@ -67,15 +65,50 @@ def test_rows_cover_every_mesh_and_are_equal_inside_a_model_copy() -> None:
 
 
 def test_a_world_that_does_not_fit_prints_the_whole_equation() -> None:
-    with pytest.raises(ValueError, match=r"6 = k x \(2 x 2 x 1 x 1 = 4\) \+ 0 has no whole k >= 1.*multiple of 4 processes"):
+    with pytest.raises(
+        ValueError, match=r"6 = k x \(2 x 2 x 1 x 1 = 4\) \+ 0 has no whole k >= 1.*multiple of 4 processes"
+    ):
         resolve(6, (2, 2, 1, 1))
 
 
 def test_a_role_that_does_not_fit_prints_its_equation() -> None:
-    with pytest.raises(ValueError, match=r"'critic'.*dp x tp = 2 x 1 = 2 does not equal.*2 x 2 x 1 x 1 = 4.*dp x tp = 4"):
+    with pytest.raises(
+        ValueError, match=r"'critic'.*dp x tp x ep = 2 x 1 x 1 = 2 does not equal.*2 x 2 x 1 x 1 = 4.*dp x tp x ep = 4"
+    ):
         resolve(4, (2, 2, 1, 1), {"critic": {"dp": 2}})
-    with pytest.raises(ValueError, match=r"dp x tp = 3 x 1 = 3.*divides 4"):
+    with pytest.raises(ValueError, match=r"dp x tp x ep = 3 x 1 x 1 = 3.*divides 4"):
         resolve(4, (2, 2, 1, 1), {"critic": {"dp": 3, "replicate": True}})
+
+
+def test_claimed_ranks_lie_outside_the_mesh() -> None:
+    layouts = resolve(4, (3, 1, 1, 1), {"reward": {"dp": 1, "ranks": [3]}})
+    assert layouts["actor"].ranks == (0, 1, 2)
+    assert (layouts["reward"].ranks, layouts["reward"].data_size) == ((3,), 1)
+    assert (layouts["reward"].holds(3), layouts["reward"].holds(0)) == (True, False)
+    reward = resolve(4, (2, 1, 1, 1), {"reward": {"tp": 2, "ranks": [2, 3]}})["reward"]
+    assert (reward.shards, reward.tensor, reward.ranks) == (1, 2, (2, 3))
+    # Without a shape the data axis takes what no role claims.
+    assert resolve(4, None, {"reward": {"dp": 1, "ranks": [1]}})["actor"].ranks == (0, 2, 3)
+
+
+def test_claimed_ranks_that_do_not_fit_say_so() -> None:
+    with pytest.raises(ValueError, match=r"ranks \[4\] are claimed, but a world of 4 processes has ranks 0 to 3"):
+        resolve(4, None, {"reward": {"dp": 1, "ranks": [4]}})
+    with pytest.raises(ValueError, match=r"4 = k x \(4 x 1 x 1 x 1 = 4\) \+ 1 has no whole k >= 1"):
+        resolve(4, (4, 1, 1, 1), {"reward": {"dp": 1, "ranks": [3]}})
+    with pytest.raises(ValueError, match=r"dp x tp x ep = 1 x 1 x 1 = 1 does not equal its ranks \[2, 3\], 2"):
+        resolve(4, (2, 1, 1, 1), {"reward": {"dp": 1, "ranks": [2, 3]}})
+
+
+def test_lines_of_a_grid_with_an_expert_axis() -> None:
+    # shards x expert x tensor = 2 x 2 x 2: rank = 4 shard + 2 expert + tensor.
+    layout = RoleLayout("actor", 1, 2, 2, tuple(range(8)), expert=2)
+    assert layout.lines("tensor") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert layout.lines("expert") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert layout.lines("expert_shard") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    # What is no expert is cut over shards and expert ranks; both hold rows of their own.
+    assert layout.lines("shard") == layout.lines("data") == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert layout.data_size == 4
 
 
 def test_the_engine_agrees_with_the_actor() -> None:
