@@ -370,6 +370,15 @@ class HybridDataFlow:
             self.metrics.largest("reshard/buffer_bytes", report.buffer_bytes)
             self.call("on_weights_resharded", report=report)
 
+    def step_metrics(self) -> dict[str, float]:
+        """The figures of a step over all ranks, and an empty slate for the next (a collective call)."""
+        report = self.strategy.offload_report
+        if report is not None:
+            self.metrics.mean("time/offload_out", torch.tensor([report.out_seconds]))
+            self.metrics.mean("time/offload_back", torch.tensor([report.back_seconds]))
+            self.metrics.largest("offload/moved_bytes", report.moved_bytes)
+        return self.metrics.compute()
+
     def _record_scores(self, scores: Scores, waited: float, counts: bool) -> None:
         self.metrics.mean("reward/mean", scores.values[scores.valid], counts)
         self.metrics.mean("reward/valid", scores.valid.float(), counts)
