@@ -163,14 +163,16 @@ class RLTrainer:
         experience.old_logprobs = self._old_logprobs(batch)
         experience.ref_logprobs = flow.reference_logprobs(batch) if algorithm.needs_reference else None
         experience.values = flow.values(batch) if algorithm.needs_critic else None
-        figures = algorithm.compute_advantages(experience, flow.strategy.group("actor", "scores"))
+        with flow.strategy.phase("actor", "advantages"):
+            figures = algorithm.compute_advantages(experience, flow.strategy.group("actor", "scores"))
         flow.call("on_advantages_computed", trainer=self, experience=experience)
 
         algorithm.update(flow, experience, self._minibatch_rows, self.epochs)
 
         for name, values in figures.items():
             flow.metrics.mean(f"rollout/{name}", values, self._speaks)
-        metrics = flow.metrics.compute()
+        with flow.strategy.phase("all roles", "metrics"):
+            metrics = flow.metrics.compute()
         algorithm.after_step(metrics)
         self._rollout_gap = metrics.get("actor/rollout_gap_max", self._rollout_gap)
         return metrics
