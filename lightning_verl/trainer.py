@@ -21,6 +21,7 @@ from lightning_verl.data.prompts import AsyncRolloutDataset
 from lightning_verl.data.sharding import local_minibatch_sizes, rollout_rows
 from lightning_verl.dataflow import HybridDataFlow
 from lightning_verl.rollout.sampling import SamplingParams
+from lightning_verl.strategies.diagnosis import IDLE_WINDOW, StepTimes, advise_ratio
 
 OldLogprobs = Literal["auto", "recompute", "rollout"]
 
@@ -82,6 +83,8 @@ class RLTrainer:
         self.completed_steps = 0
         self.max_steps = 0
         self._rollout_gap: float | None = None
+        self._step_times: list[StepTimes] = []
+        self._advised = False
         self._check_sizes(samples)
         self._check_roles()
         self._check_lengths(sampling or SamplingParams())
@@ -186,12 +189,22 @@ class RLTrainer:
         step = self.global_step
         metrics["time/data_wait"] = waited
         metrics["time/step"] = seconds
-        metrics["time/idle_share"] = (waited + metrics["time/rollout_wait"]) / seconds
+        times = StepTimes(seconds, waited, metrics["time/rollout_wait"])
+        metrics["time/idle_share"] = times.idle
+        self._warn_once_of_idling(times)
         metrics["learning_rate"] = self.dataflow.optimizers["actor"].param_groups[0]["lr"]
         self.completed_steps += 1
         self._loader_state = loader.state_dict()
         self.fabric.call("on_step_end", trainer=self, step=step, metrics=metrics)
         self.fabric.log_dict(metrics, step=step)
+
+    def _warn_once_of_idling(self, times: StepTimes) -> None:
+        self._step_times = [*self._step_times[1 - IDLE_WINDOW :], times]
+        advice = advise_ratio(self._step_times, self.rollout_batch_size, self.update_batch_size)
+        if advice is not None and not self._advised:
+            self._advised = True
+            if self.fabric.is_global_zero:
+                warnings.warn(f"RLTrainer: {advice}", stacklevel=4)
 
     # ---- parts of a step ---------------------------------------------------------------------------------------------
 

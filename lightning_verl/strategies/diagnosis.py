@@ -35,7 +35,7 @@ _CLOSED = re.compile(r"Connection (closed|reset) by peer|Broken pipe|Socket clos
 _MISPLACED = re.compile(
     r"[Ee]xpected all tensors to be on the same device|mixed torch\.Tensor and DTensor|must have the same mesh"
     r"|Cross device mesh comm|should be either on (the )?\w+ or on the same device|should be on the same device"
-    r"|Input type .* and weight type .* should be the same"
+    r"|is not on the expected device|Input type .* and weight type .* should be the same"
 )
 _NCCL_VARIABLES: dict[str, tuple[int, int, int]] = {
     "NCCL_DEBUG": (0, 0, 0),
@@ -226,7 +226,7 @@ def advise_ratio(history: Sequence[StepTimes], rollout_batch_size: int, update_b
     k = h (1 - g) / (g (1 - h)).
 
     Args:
-        history: The last steps, the first ones of a run left out.
+        history: The steps so far; the last ones count.
         rollout_batch_size: Prompts of a step.
         update_batch_size: Prompts of a mini-batch.
 

@@ -12,13 +12,25 @@ from lightning_verl.strategies.layout import RoleLayout, check_names
 
 DEFAULT_TIMEOUT = timedelta(seconds=1800)
 
-OPERATIONS = {"gather": "shard", "reduce": "shard", "replicate": "replicate", "tensor": "tensor", "scores": "data"}
+OPERATIONS = {
+    "gather": "shard",
+    "reduce": "shard",
+    "replicate": "replicate",
+    "tensor": "tensor",
+    "scores": "data",
+    "reshard": "all",
+}
 """What a role communicates, and along which axis of its grid.
 
 ``gather``: FSDP2's parameter all-gather. ``reduce``: its gradient reduce-scatter. ``replicate``: the gradient
 all-reduce over whole copies. ``tensor``: the reductions inside cut matrices. ``scores``: loss normalisers, statistics
-and scores.
+and scores. ``reshard``: the actor's weights on their way from its update layout to its rollout layout.
 """
+
+
+def operations_of(role: str) -> dict[str, str]:
+    """The operations that a role has, and their axes: only the actor is ever resharded."""
+    return {operation: axis for operation, axis in OPERATIONS.items() if operation != "reshard" or role == "actor"}
 
 
 class NCCLGroupManager:

@@ -207,7 +207,7 @@ class HybridStrategy(ModelParallelStrategy):
         return self._groups.has(role, operation)
 
     def phase(self, role: str, name: str) -> AbstractContextManager[None]:
-        """A context for what a role does on its ranks together; if a collective in it fails, the error names the missing.
+        """A context for what a role does together; where a collective in it fails, the error names the missing ranks.
 
         Args:
             role: Whose phase, or several roles' in words.

@@ -57,8 +57,8 @@ class RoleLayout:
 
         Args:
             axis: ``"replicate"``; ``"shard"`` (shards and expert ranks, over which FSDP2 cuts what is no expert);
-                ``"expert_shard"`` (over which it cuts the experts); ``"expert"``; ``"tensor"``; or ``"data"`` (all but
-                tensor).
+                ``"expert_shard"`` (over which it cuts the experts); ``"expert"``; ``"tensor"``; ``"data"`` (all but
+                tensor); or ``"all"`` (one line of all ranks).
         """
         inner = self.expert * self.tensor
         strides = {
@@ -68,6 +68,7 @@ class RoleLayout:
             "shard": (self.shards * self.expert, self.tensor),
             "replicate": (self.replicas, self.shards * inner),
             "data": (self.data_size, self.tensor),
+            "all": (len(self.ranks), 1),
         }
         size, stride = strides[axis]
         starts = [i for i in range(len(self.ranks)) if (i // stride) % size == 0]
