@@ -124,7 +124,7 @@ class HybridStrategy(ModelParallelStrategy):
             self.accelerator.setup_device(self.root_device)
         if self.world_size > 1:
             self._setup_distributed()
-            if self.root_device.type == "cuda" and self._monitor is None:
+            if self._board.on_nccl and self._monitor is None:
                 self._monitor = NCCLMonitor(self._board)
                 self._monitor.start()
         elif self.is_distributed and not dist.is_initialized():

@@ -141,17 +141,17 @@ class PhaseBoard:
         members = [] if collective is None else collective.ranks()
         text = timeout_text(failure, strategy.global_rank, note, collective, notes, members)
         shape = strategy.mesh.mesh_shape if strategy.mesh is not None else (strategy.world_size, 1, 1, 1)
-        nccl = torch.cuda.nccl.version() if self.on_cuda else None
-        return f"{text}\n{timeout_hints(shape, 'nccl' if self.on_cuda else 'gloo', nccl, os.environ)}"
+        nccl = torch.cuda.nccl.version() if self.on_nccl else None
+        return f"{text}\n{timeout_hints(shape, 'nccl' if self.on_nccl else 'gloo', nccl, os.environ)}"
 
     @property
-    def on_cuda(self) -> bool:
+    def on_nccl(self) -> bool:
         """Whether collectives are NCCL's."""
-        return self._strategy.root_device.type == "cuda"
+        return dist.is_initialized() and "nccl" in dist.get_backend()
 
     def _explained(self, note: Note, error: Exception) -> Exception | None:
         if is_collective_failure(error):
-            collective = recorder.last_collective(nccl=self.on_cuda)
+            collective = recorder.last_collective(nccl=self.on_nccl)
             timeout = self._strategy.timeout.total_seconds() if collective is None else collective.timeout
             grace = min(timeout / 4, _LONGEST_GRACE)
             return CollectiveTimeoutError(self.explain(how_it_failed(error, collective), collective, grace))

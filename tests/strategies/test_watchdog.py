@@ -50,9 +50,11 @@ class LateLoss(PPO):
         self.bad_rank, self.how = bad_rank, how
 
     def actor_loss(self, *args: Any) -> Any:
-        if dist.get_rank() == self.bad_rank:
+        if not dist.is_initialized() or dist.get_rank() == self.bad_rank:
             if self.how == "fails":
                 raise ValueError("no luck")
+            if self.how == "misplaces":
+                return torch.ones(2, device="meta") @ args[0][0, :2], {}
             wait_for_the_others(self.bad_rank)
         return super().actor_loss(*args)
 
@@ -133,6 +135,11 @@ def test_a_rank_that_hangs_in_a_sharded_reward_is_named_by_all_three_others() ->
         assert "Missing ranks: [3]." in text
 
 
+def test_a_tensor_on_another_device_names_role_and_layout() -> None:
+    with pytest.raises(LayoutMismatchError, match=r"actor 'update': the layout does not match.*ranks \[0\].*on cpu"):
+        run_update("misplaces")
+
+
 # ---- the board ------------------------------------------------------------------------------------------------------
 
 
@@ -142,7 +149,7 @@ def make_board(rank: int = 0, store: Any = None, world_size: int = 2) -> PhaseBo
         world_size=world_size,
         mesh=None,
         timeout=timedelta(seconds=0.4),
-        root_device=torch.device("cpu"),
+        root_device=torch.device("cpu"),  # for messages
         layout=lambda role: RoleLayout(role, 1, 2, 1, (0, 1)),
     )
     board = PhaseBoard(strategy)  # type: ignore[arg-type]
