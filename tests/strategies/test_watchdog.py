@@ -87,7 +87,12 @@ def run(algorithm: PPO, reward: Any, strategy: HybridStrategy, callbacks: list[A
         sampling=SamplingParams(max_new_tokens=2),
     )
     entered = []
-    flow.call = lambda hook, **_: entered.append(time.monotonic())  # the last hook is just before what hangs
+
+    def call(hook: str, **arguments: Any) -> None:
+        entered.append(time.monotonic())  # the last hook is just before what hangs
+        fabric.call(hook, **arguments)
+
+    flow.call = call  # type: ignore[method-assign]
     try:
         trainer.fit(1)
     except (CollectiveTimeoutError, ValueError) as error:
@@ -97,9 +102,18 @@ def run(algorithm: PPO, reward: Any, strategy: HybridStrategy, callbacks: list[A
     return 0.0, "", ""
 
 
+class LateCallback:
+    """A rank that never enters the actor's update."""
+
+    def on_actor_update_start(self) -> None:
+        if dist.get_rank() == 1:
+            wait_for_the_others(1)
+
+
 def run_update(how: str) -> tuple[float, str, str]:
     length = RewardFunction(lambda response: float(len(response)))
-    return run(LateLoss(1, how), length, HybridStrategy(timeout=TIMEOUT), [])
+    algorithm, callbacks = (PPO(), [LateCallback()]) if how == "stays away" else (LateLoss(1, how), [])
+    return run(algorithm, length, HybridStrategy(timeout=TIMEOUT), callbacks)
 
 
 def run_reward() -> tuple[float, str, str]:
@@ -108,12 +122,16 @@ def run_reward() -> tuple[float, str, str]:
     return run(PPO(), reward, HybridStrategy((2, 2, 1, 1)), [NCCLGroupIsolation(timeout=TIMEOUT)])
 
 
-def test_a_rank_that_hangs_in_an_update_is_named_in_time() -> None:
-    (seconds, kind, text), _ = run_ranks(run_update, 2, "hangs")
+@pytest.mark.parametrize(
+    ("how", "where"),
+    [("hangs", "Rank 1 is in the same phase"), ("stays away", "Rank 1 was last seen in critic 'update' (its phase ")],
+)
+def test_a_rank_that_does_not_come_to_an_update_is_named_in_time(how: str, where: str) -> None:
+    (seconds, kind, text), _ = run_ranks(run_update, 2, how)
     assert kind == "CollectiveTimeoutError"
     assert seconds < 2 * TIMEOUT.total_seconds()
     assert text.startswith("actor 'update': a collective did not finish within 3 s (gloo:")
-    assert "of group 'shared:[0, 1]'). Missing ranks: [1]. Rank 1 is in the same phase" in text
+    assert f"of group 'shared:[0, 1]'). Missing ranks: [1]. {where}" in text
     assert "NCCL_IB_DISABLE=unset" in text
     assert "NCCL ignores NCCL_SOCKET_TIMEOUT" in text
 
