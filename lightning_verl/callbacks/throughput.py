@@ -88,7 +88,7 @@ class Throughput:
         """Count the FLOPs of the update to come, and begin ``reward``."""
         if self._cost is not None:
             flops = trainer.epochs * self._cost.flops(batch.lengths)
-            counts = trainer.dataflow.strategy.tensor_rank("actor") == 0
+            counts = trainer.dataflow.strategy.layout("actor").speaks(trainer.fabric.global_rank)
             trainer.dataflow.metrics.total("throughput/update_flops", flops, counts)
         self._enter("reward")
 

@@ -25,7 +25,7 @@ from lightning_verl.parallel.fsdp import apply_fsdp, gathered, no_gradient_sync,
 from lightning_verl.parallel.tensor import apply_tensor_parallel, models_to_cut
 from lightning_verl.strategies import checkpoint
 from lightning_verl.strategies.clipping import clip_by_true_norm
-from lightning_verl.strategies.groups import DEFAULT_TIMEOUT, GroupRegistry
+from lightning_verl.strategies.groups import DEFAULT_TIMEOUT, OPERATIONS, GroupRegistry
 from lightning_verl.strategies.layout import ROLES, RoleLayout, check_config, check_names, is_trainable, resolve_layouts
 from lightning_verl.strategies.mesh import DeviceMesh
 from lightning_verl.strategies.precision import HybridPrecision
@@ -47,7 +47,8 @@ class HybridStrategy(ModelParallelStrategy):
     Args:
         mesh_shape: Ranks of the axes (data, tensor, pipeline, expert), or a ``DeviceMesh``. None: data = world.
         parallelism_config: Sizes of single roles, such as ``{"actor": {"dp": 2, "tp": 2}}``; keys ``dp`` (shards),
-            ``tp``, ``replicate`` (fill the mesh with copies). A role that is left out takes the mesh's numbers.
+            ``tp``, ``replicate`` (fill the mesh with copies), ``ranks`` (world ranks outside of the mesh that are the
+            role's own; not for the actor). A role that is left out takes the mesh's numbers.
         hybrid_engine_config: ``rollout_tp`` and ``update_dp``; today both must agree with the actor's entry.
         activation_checkpointing: ``"selective"``, ``"full"``, a list of module-name suffixes or None; a role's own
             wins.
@@ -181,11 +182,14 @@ class HybridStrategy(ModelParallelStrategy):
         return self.layout(role).tensor_rank(self.global_rank)
 
     def group(self, role: str, operation: str) -> dist.ProcessGroup | None:
-        """The process group of a role's operation (see ``groups.OPERATIONS``), None without a process group."""
+        """The process group of a role's operation (see ``groups.OPERATIONS``), None without a process group.
+
+        None also on a rank without the role. The first call for a role that is not set up is a collective one.
+        """
         return self._groups.get(self.layout(role), operation) if dist.is_initialized() else None
 
-    def set_group(self, role: str, operation: str, group: dist.ProcessGroup) -> None:
-        """Put a group in place for a role's operation, before the role is set up.
+    def set_group(self, role: str, operation: str, group: dist.ProcessGroup | None) -> None:
+        """Put a group in place for a role's operation, before the role is set up; ranks without the role give None.
 
         Raises:
             RuntimeError: The role is set up already.
@@ -199,6 +203,10 @@ class HybridStrategy(ModelParallelStrategy):
         """Whether a group was put in place for a role's operation."""
         return self._groups.has(role, operation)
 
+    def create_group(self, ranks: Sequence[int], description: str) -> dist.ProcessGroup | None:
+        """Create one more group with the strategy's backend and time-out, None outside (a collective call of all)."""
+        return self._groups.create(ranks, description)
+
     def role_mesh(self, role: str) -> TorchDeviceMesh:
         """The torch mesh of a role: axes ``<role>_replicate``, ``<role>_shard``, ``<role>_tensor``.
 
@@ -207,7 +215,9 @@ class HybridStrategy(ModelParallelStrategy):
         """
         if role not in self._meshes:
             layout = self.layout(role)
-            groups = [self._groups.get(layout, operation) for operation in ("replicate", "gather", "tensor")]
+            layout.data_rank(self.global_rank)  # an error where the rank has no part of the role
+            operations = ("replicate", "gather", "tensor")
+            groups = [group for name in operations if (group := self._groups.get(layout, name)) is not None]
             grid = torch.tensor(layout.ranks).view(layout.replicas, layout.shards, layout.tensor)
             names = tuple(f"{role}_{axis}" for axis in ("replicate", "shard", "tensor"))
             self._meshes[role] = TorchDeviceMesh.from_group(
@@ -249,7 +259,12 @@ class HybridStrategy(ModelParallelStrategy):
         role = self.role_of(module)
         if not is_trainable(module, role):
             module.requires_grad_(False)
-        if next(module.parameters(), None) is not None:
+        if dist.is_initialized():
+            for operation in OPERATIONS:
+                self.group(role, operation)  # now, while all ranks are here
+        if not self.layout(role).holds(self.global_rank):
+            module.to("meta")  # known here by name and shape, without memory
+        elif next(module.parameters(), None) is not None:
             self._parallelize(module, role)
         self._roles[role] = module
         self._versions.setdefault(role, 0)
@@ -265,22 +280,23 @@ class HybridStrategy(ModelParallelStrategy):
         if not dist.is_initialized():
             apply_activation_checkpointing(module, mode or self.activation_checkpointing)
             return
-        mesh = self.role_mesh(role)
-        self._copy_from_first_rank(module, layout)
+        mesh, reduce = self.role_mesh(role), self._groups.get(layout, "reduce")
+        self._copy_from_first_rank(module, role)
         for model in models:
             apply_tensor_parallel(model, mesh[f"{role}_tensor"])
         apply_activation_checkpointing(module, mode or self.activation_checkpointing)
-        if layout.data_size > 1 or self.hybrid_precision.needs_policy or self.root_device.type == "cuda":
+        cut = layout.data_size > 1 or self.hybrid_precision.needs_policy or self.root_device.type == "cuda"
+        if cut and reduce is not None:
             axes = (f"{role}_replicate", f"{role}_shard") if layout.replicas > 1 else (f"{role}_shard",)
-            apply_fsdp(module, mesh[axes], self.hybrid_precision.policy(), self._groups.get(layout, "reduce"))
+            apply_fsdp(module, mesh[axes], self.hybrid_precision.policy(), reduce)
 
-    def _copy_from_first_rank(self, module: nn.Module, layout: RoleLayout) -> None:
-        """Make every rank start from the same weights, also where they were drawn at random on each."""
-        if len(layout.ranks) == 1:
-            return
-        with torch.no_grad():
-            for tensor in [*module.parameters(), *module.buffers()]:
-                dist.broadcast(tensor.data, src=layout.ranks[0])
+    def _copy_from_first_rank(self, module: nn.Module, role: str) -> None:
+        """Make every rank of the role start from the same weights, also where they were drawn at random on each."""
+        for operation in ("scores", "tensor"):  # along the data axis, then along the tensor axis
+            group = self.group(role, operation)
+            if group is not None and group.size() > 1:
+                for tensor in [*module.parameters(), *module.buffers()]:
+                    dist.broadcast(tensor.detach(), group=group, group_src=0)
 
     @override
     def setup_module_and_optimizers(
@@ -382,7 +398,8 @@ class HybridStrategy(ModelParallelStrategy):
         """Save any number of roles and optimizers to one directory; see ``strategies.checkpoint``."""
         if storage_options is not None or filter is not None:
             raise TypeError("HybridStrategy.save_checkpoint takes neither storage_options nor filter; leave them out.")
-        versions = {**self._versions}
+        held = {role: self._versions[role] for role in self._roles if self.layout(role).holds(self.global_rank)}
+        versions = checkpoint.join_over_ranks(held)
         checkpoint.save(Path(self.broadcast(path)), {**state, "weight_versions": versions}, self.role_of_optimizer)
 
     @override
