@@ -41,6 +41,9 @@ _REDUCTIONS: dict[type[Metric], Callable[[Tensor], Tensor]] = {
     MaxMetric: lambda states: states.amax(0),
 }
 
+_NOTHING: dict[type[Metric], tuple[Any, ...]] = {WeightedMean: (0.0, 0), SumMetric: (0.0,), MaxMetric: (-math.inf,)}
+"""An update that changes nothing; a metric without any would warn."""
+
 
 class StepMetrics:
     """Collects the figures of a step by name; only ranks that count add to them.
@@ -129,7 +132,8 @@ class StepMetrics:
         dist.all_gather_object(everyone, own)
         for named in everyone:
             for name, (kind, minibatches) in named.items():
-                self._get(name, kind)
+                if name not in self._metrics:
+                    self._get(name, kind).update(*_NOTHING[kind])
                 if minibatches is not None:
                     self._shares[name] = max(minibatches, self._shares.get(name, 0))
 

@@ -92,7 +92,8 @@ class RLTrainer:
         if algorithm.needs_reference and dataflow.adapter_reference is not None:
             dataflow.adapter_reference.freeze()
         layout = dataflow.strategy.layout("actor")
-        self._holds_actor, self._speaks = layout.holds(fabric.global_rank), layout.speaks(fabric.global_rank)
+        self._holds_actor = layout.holds(fabric.global_rank)
+        self._speaks = layout.speaks(fabric.global_rank)  # whether this rank's rows count
         place = layout.data_rank(fabric.global_rank) if self._holds_actor else 0
         sizes = (self.rollout_batch_size, self.update_batch_size, layout.data_size, place)
         prompts = local_minibatch_sizes(*sizes)
