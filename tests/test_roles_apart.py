@@ -136,6 +136,7 @@ def test_training_is_that_of_one_process(name: str, mesh: Any, config: Config) -
         if "ranks" in config.get("reward", {}):
             assert (held > 0) == (rank in config["reward"]["ranks"]), "other ranks hold no memory of it"
     assert parameters > 0
+    assert expected["actor/grad_norm"] > 1e-2, "the case must move weights to show anything"
 
 
 # ---- scoring beside the others' work -------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ class Throughput:
     ========================================  =======================================================================
 
     Phases: ``rollout``, ``reward``, ``scoring`` (old and reference log-probs, values, advantages), ``critic_update``
-    and ``actor_update``. On CUDA the device is synchronised where one ends and the next begins, and its peak memory
+    and ``actor_update``. With a reward on ranks of its own these passes run beside it, within ``reward``. On CUDA the device is synchronised where one ends and the next begins, and its peak memory
     statistics are reset at each start.
 
     Model FLOPs utilisation covers the actor's update alone. It counts what the mathematics asks for on real tokens,
