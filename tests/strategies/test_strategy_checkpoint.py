@@ -35,10 +35,10 @@ def some_rows() -> RolloutBatch:
 def roles(options: dict[str, Any], seed: int = 0) -> tuple[Fabric, dict[str, Any]]:
     fabric = Fabric(accelerator="cpu", strategy=HybridStrategy(**options))
     fabric.launch()
-    actor, critic = Actor(tiny_model(seed=seed)), Critic(tiny_model(seed=seed + 1))
-    state: dict[str, Any] = {"actor": fabric.setup_module(actor), "critic": fabric.setup_module(critic)}
-    for role, module in (("actor", actor), ("critic", critic)):
-        state[f"{role}_optimizer"] = fabric.setup_optimizers(torch.optim.AdamW(module.parameters(), lr=1e-3))
+    state: dict[str, Any] = {}
+    for role, module in (("actor", Actor(tiny_model(seed=seed))), ("critic", Critic(tiny_model(seed=seed + 1)))):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+        state[role], state[f"{role}_optimizer"] = fabric.setup(module, optimizer)
     state["steps"] = 0
     return fabric, state
 
