@@ -75,15 +75,14 @@ class RowExchange:
         receipt = place_rows(self._lengths(rows, held, group), held, wanted)
         return self._move(rows, *receipt, group), receipt
 
-    def back(self, rows: TBatch, receipt: Receipt, source: str, target: str, each: int = 1) -> TBatch:
+    def back(self, rows: TBatch, receipt: Receipt, source: str, target: str) -> TBatch:
         """Bring results of the rows that ``there`` gave back to where the rows came from (collective like ``there``).
 
         Args:
-            rows: ``each`` results for every row, in the rows' order; those of one row adjacent.
+            rows: One result for every row, in the rows' order.
             receipt: What ``there`` gave.
             source: The role that the rows came from.
             target: The role that worked on them.
-            each: Results of a row, such as the samples of a prompt.
 
         Returns:
             The results of this rank's own rows, in their order; none on ranks without the source.
@@ -91,7 +90,7 @@ class RowExchange:
         group = self._group(source, target)
         if group is None or receipt is None:
             return rows if self._same(source, target) else rows.select([])
-        held, wanted = (placement.times(each) for placement in receipt)
+        held, wanted = receipt
         return self._move(rows, wanted, held, group)
 
     def _same(self, source: str, target: str) -> bool:

@@ -24,11 +24,6 @@ class Placement:
         """The rows that a world rank holds; none outside the role."""
         return self.shares[self.layout.data_rank(rank)] if self.layout.holds(rank) else ()
 
-    def times(self, each: int) -> Placement:
-        """The placement of ``each`` results of every row, those of one row adjacent."""
-        shares = tuple(tuple(row * each + k for row in rows for k in range(each)) for rows in self.shares)
-        return Placement(self.layout, shares)
-
 
 def place_rows(lengths: Sequence[Sequence[int]], source: RoleLayout, target: RoleLayout) -> tuple[Placement, Placement]:
     """Spread the rows of a role's data ranks over those of another role, by tokens.

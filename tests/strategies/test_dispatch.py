@@ -74,9 +74,8 @@ def exchange(mesh: Any, config: dict[str, Any], target: str, held: list[list[int
         [str(length) for length in own],
         [{}] * len(own),
     )
-    asked, asked_receipt = rows.there(prompts, "actor", target)
-    sampled = make_rollout([length + sample for length in asked.lengths.tolist() for sample in (0, 100)])
-    back = rows.back(sampled, asked_receipt, "actor", target, each=2)
+    asked, receipt = rows.there(prompts, "actor", target)
+    answered = rows.back(make_rollout([length + 100 for length in asked.lengths.tolist()]), receipt, "actor", target)
     assert describe(there) == describe(make_rollout(there.lengths.tolist())), "rows stay whole"
     assert experience.lengths.tolist() == there.lengths.tolist() == experience.need("values")[:, 0].tolist()
     assert experience.values is not None
@@ -85,7 +84,7 @@ def exchange(mesh: Any, config: dict[str, Any], target: str, held: list[list[int
         "there": there.lengths.tolist(),
         "figures": figures[:, 0].tolist(),
         "scored": [scored.values.tolist(), scored.valid.tolist()],
-        "samples": back.lengths.tolist(),
+        "answered": answered.lengths.tolist(),
     }
 
 
@@ -113,7 +112,7 @@ def test_rows_go_to_another_role_and_results_come_back(
             "there": wanted[rank],
             "figures": own,
             "scored": [[length / 2 for length in own], [length % 2 == 0 for length in own]],
-            "samples": [length + sample for length in own for sample in (0, 100)],
+            "answered": [length + 100 for length in own],
         }
 
 

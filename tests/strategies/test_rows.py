@@ -49,10 +49,6 @@ def test_no_rows_at_all() -> None:
     assert outgoing(held, wanted, 0) == incoming(held, wanted, 2) == {}
 
 
-def test_several_results_of_a_row_stay_adjacent() -> None:
-    assert Placement(grid("actor", 2, 1), ((1,), (2, 0))).times(2).shares == ((2, 3), (4, 5, 0, 1))
-
-
 def some_layout(generator: random.Random, role: str, world: int) -> RoleLayout:
     """A grid of some of the ranks, in any order."""
     ranks = generator.sample(range(world), generator.randint(1, world))
