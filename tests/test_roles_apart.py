@@ -56,11 +56,17 @@ class SGDCritic(Critic):
 
 
 def make_trainer(
-    algorithm: Algorithm, mesh: Any, config: Config, reward: Any = None, callbacks: Any = (), **options: Any
+    algorithm: Algorithm,
+    mesh: Any,
+    config: Config,
+    reward: Any = None,
+    callbacks: Any = (),
+    engine: Any = None,
+    **options: Any,
 ) -> RLTrainer:
     fabric = Fabric(
         accelerator="cpu",
-        strategy=HybridStrategy(mesh, config),
+        strategy=HybridStrategy(mesh, config, engine),
         callbacks=list(callbacks),
         loggers=options.pop("loggers", []),
     )
@@ -95,9 +101,9 @@ def make_algorithm(name: str) -> Algorithm:
     return GRPO(kl=0.05) if name == "grpo" else PPO(kl=0.05, kl_in="reward")
 
 
-def train(name: str, mesh: Any, config: Config) -> tuple[dict[str, float], dict[str, Any], int]:
+def train(name: str, mesh: Any, config: Config, engine: Any = None) -> tuple[dict[str, float], dict[str, Any], int]:
     """Two steps; the metrics, the weights of what was trained, and how many parameters the rank holds of the reward."""
-    trainer = make_trainer(make_algorithm(name), mesh, config)
+    trainer = make_trainer(make_algorithm(name), mesh, config, engine=engine)
     metrics = trainer.fit(2)
     trained = {role: whole(trainer, role) for role in ("actor", "critic") if role in trainer.dataflow.modules}
     held = sum(p.numel() for p in trainer.dataflow.modules["reward"].parameters() if not p.is_meta)
@@ -113,18 +119,18 @@ EXPECTED = ("actor/loss", "actor/grad_norm", "reward/mean", "rollout/response_le
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh", "config"),
+    ("name", "mesh", "config", "engine"),
     [
-        ("grpo", (3, 1, 1, 1), {"reward": {"dp": 1, "ranks": [3]}}),
-        ("ppo", (2, 1, 1, 1), {"reward": {"tp": 2, "ranks": [2, 3]}}),
-        ("ppo", (2, 1, 1, 1), {"critic": {"dp": 2, "ranks": [2, 3]}, "reference": {"dp": 1, "ranks": [3]}}),
-        ("ppo", (2, 2, 1, 1), {"critic": {"dp": 4}, "reward": {"dp": 1}}),
+        ("grpo", (3, 1, 1, 1), {"reward": {"dp": 1, "ranks": [3]}}, {}),
+        ("ppo", (2, 1, 1, 1), {"reward": {"tp": 2, "ranks": [2, 3]}}, {"rollout_tp": 2}),
+        ("ppo", (2, 1, 1, 1), {"critic": {"dp": 2, "ranks": [2, 3]}, "reference": {"dp": 1, "ranks": [3]}}, {}),
+        ("ppo", (2, 2, 1, 1), {"critic": {"dp": 4}, "reward": {"dp": 1}}, {}),
     ],
     ids=["reward-on-rank-3", "reward-on-tensor2", "critic-on-data2", "critic-data4"],
 )
-def test_training_is_that_of_one_process(name: str, mesh: Any, config: Config) -> None:
+def test_training_is_that_of_one_process(name: str, mesh: Any, config: Config, engine: Any) -> None:
     expected, weights, parameters = alone(name)
-    results = run_ranks(train, 4, name, mesh, config)
+    results = run_ranks(train, 4, name, mesh, config, engine)
     for rank, (metrics, trained, held) in enumerate(results):
         for key in (*EXPECTED, *(("critic/loss",) if name == "ppo" else ())):
             assert metrics[key] == pytest.approx(expected[key], abs=1e-5, rel=1e-5), key

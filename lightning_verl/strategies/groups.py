@@ -12,12 +12,19 @@ from lightning_verl.strategies.layout import RoleLayout, check_names
 
 DEFAULT_TIMEOUT = timedelta(seconds=1800)
 
-OPERATIONS = {"gather": "shard", "reduce": "shard", "replicate": "replicate", "tensor": "tensor", "scores": "data"}
+OPERATIONS = {
+    "gather": "shard",
+    "reduce": "shard",
+    "replicate": "replicate",
+    "tensor": "tensor",
+    "scores": "data",
+    "reshard": "all",
+}
 """What a role communicates, and along which axis of its grid.
 
 ``gather``: FSDP2's parameter all-gather. ``reduce``: its gradient reduce-scatter. ``replicate``: the gradient
 all-reduce over whole copies. ``tensor``: the reductions inside cut matrices. ``scores``: loss normalisers, statistics
-and scores.
+and scores. ``reshard``: weights on their way from the update layout to the rollout layout.
 """
 
 
@@ -109,7 +116,7 @@ class GroupRegistry:
         if (layout.role, operation) in self._own:
             return self._own[layout.role, operation]
         axis = OPERATIONS[operation]
-        for line in layout.lines(axis):
+        for line in _lines(layout, axis):
             if tuple(line) not in self._shared:
                 self._shared[tuple(line)] = self.create(line, f"shared:{line}")
         own = _own_line(layout, axis)
@@ -118,4 +125,10 @@ class GroupRegistry:
 
 def _own_line(layout: RoleLayout, axis: str) -> list[int] | None:
     rank = dist.get_rank()
-    return next((line for line in layout.lines(axis) if rank in line), None)
+    return next((line for line in _lines(layout, axis) if rank in line), None)
+
+
+def _lines(layout: RoleLayout, axis: str) -> list[list[int]]:
+    """The lines of a grid as groups. Those of the rollout ascend, as torch 2.11 wants it; no order matters there."""
+    lines = layout.lines(axis)
+    return [sorted(line) for line in lines] if layout.role == "rollout" else lines
