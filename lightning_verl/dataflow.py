@@ -42,6 +42,7 @@ from lightning_verl.rewards.scores import join_scores
 from lightning_verl.roles.adapter import AdapterReference
 from lightning_verl.rollout.batch import AnsweredPrompts, demonstrations, join_rollouts, no_rollouts
 from lightning_verl.rollout.sampling import SamplingParams
+from lightning_verl.strategies.diagnosis import is_collective_failure
 from lightning_verl.strategies.dispatch import (
     Gate,
     Receipt,
@@ -51,6 +52,7 @@ from lightning_verl.strategies.dispatch import (
 )
 from lightning_verl.strategies.hybrid import HybridStrategy
 from lightning_verl.strategies.layout import ROLES, is_trainable
+from lightning_verl.strategies.watchdog import watched
 
 
 @dataclass
@@ -230,6 +232,7 @@ class HybridDataFlow:
         """Call a hook of Fabric's callbacks."""
         self.fabric.call(hook, **arguments)
 
+    @watched("save", "actor")
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the actor as a Hugging Face folder with its tokenizer; with LoRA, the adapter (a collective call)."""
         actor: Any = self.modules["actor"]
@@ -242,6 +245,7 @@ class HybridDataFlow:
 
     # ---- passes ------------------------------------------------------------------------------------------------------
 
+    @watched("rollout", "actor")
     def rollout(self, prompts: PromptBatch, sampling: SamplingParams, step: int) -> RolloutBatch:
         """Sample responses from the actor (a collective call).
 
@@ -280,6 +284,7 @@ class HybridDataFlow:
         """Whether the reward has ranks of its own, and scores there while the others go on."""
         return self.strategy.layout("reward").apart_from(self.strategy.layout("actor"))
 
+    @watched("score", "reward")
     def start_scoring(self, batch: RolloutBatch) -> Scoring:
         """Hand the rows to the reward role and score where it lies; ranks without it go on (a collective call)."""
         reward = self.modules["reward"]
@@ -300,6 +305,7 @@ class HybridDataFlow:
         scoring.seconds = time.perf_counter() - started
         return scoring
 
+    @watched("score", "reward")
     def finish_scoring(self, scoring: Scoring) -> Experience:
         """Wait for the scores and bring them to their rows (a collective call).
 
@@ -318,10 +324,12 @@ class HybridDataFlow:
         back = self._exchange.back(figures, scoring.receipt, "actor", role)
         return Experience(scoring.batch, back.values, back.valid)
 
+    @watched("log-probs", "actor")
     def logprobs(self, batch: RolloutBatch) -> Tensor:
         """The actor's log-probs of the responses at its weights now, ``[N, R]`` (a collective call)."""
         return self._forward("actor", batch, lambda actor, rows: actor(rows, rows.temperature)[0])
 
+    @watched("log-probs", "reference")
     def reference_logprobs(self, batch: RolloutBatch) -> Tensor:
         """The reference's log-probs of the responses, ``[N, R]`` (a collective call)."""
         if "reference" in self.modules:
@@ -333,10 +341,12 @@ class HybridDataFlow:
         with self.adapter_reference.in_place():
             return self.logprobs(batch)
 
+    @watched("values", "critic")
     def values(self, batch: RolloutBatch) -> Tensor:
         """The critic's values, ``[N, R]`` (a collective call)."""
         return self._forward("critic", batch, lambda critic, rows: critic(rows))
 
+    @watched("update")
     def train(self, role: str, experience: Experience, loss: Loss) -> None:
         """Take one optimizer step of a role on a mini-batch (a collective call).
 
@@ -415,6 +425,8 @@ class HybridDataFlow:
                 try:
                     parts.append(reward.score(rows.select(part).trimmed()))
                 except Exception as problem:  # the other ranks' passes wait for all of this rank's
+                    if is_collective_failure(problem):
+                        raise
                     error = error or problem
         if error is not None:
             raise error
@@ -456,7 +468,7 @@ class HybridDataFlow:
         first = self.strategy.global_rank == self.strategy.layout(role).ranks[0]
         self.metrics.total(f"{role}/skipped_updates", 1.0, counts=first)
         if first:
-            warnings.warn(f"HybridDataFlow: an update of the {role} was skipped, {reason}.", stacklevel=3)
+            warnings.warn(f"HybridDataFlow: an update of the {role} was skipped, {reason}.", stacklevel=4)
 
 
 def _check_layout(method: str, name: str, given: int | None, actual: int) -> None:

@@ -27,11 +27,12 @@ from lightning_verl.resharding.executor import BUCKET_BYTES, ReshardReport
 from lightning_verl.strategies import checkpoint
 from lightning_verl.strategies.clipping import clip_by_true_norm
 from lightning_verl.strategies.engine import HybridEngine, LentEngine
-from lightning_verl.strategies.groups import DEFAULT_TIMEOUT, OPERATIONS, GroupRegistry
+from lightning_verl.strategies.groups import DEFAULT_TIMEOUT, GroupRegistry, operations_of
 from lightning_verl.strategies.layout import ROLES, RoleLayout, check_config, check_names, is_trainable, resolve_layouts
 from lightning_verl.strategies.mesh import DeviceMesh
 from lightning_verl.strategies.offload import OffloadReport, StateOffload
 from lightning_verl.strategies.precision import HybridPrecision
+from lightning_verl.strategies.watchdog import NCCLMonitor, PhaseBoard
 
 
 class _SyncControl(_BackwardSyncControl):
@@ -89,6 +90,7 @@ class HybridStrategy(ModelParallelStrategy):
             parallelize_fn=lambda module, mesh: module, process_group_backend=process_group_backend, timeout=timeout
         )
         self.mesh = None if mesh_shape is None else DeviceMesh.of(mesh_shape)
+        self.timeout = timeout
         self.activation_checkpointing = activation_checkpointing
         self.defer_gradient_sync = defer_gradient_sync
         self.enable_3d_hybrid = enable_3d_hybrid
@@ -106,6 +108,8 @@ class HybridStrategy(ModelParallelStrategy):
         self._role_of_parameter: dict[int, str] = {}
         self._versions: dict[str, int] = {}
         self._backward_sync_control = _SyncControl()
+        self._board = PhaseBoard(self)
+        self._monitor: NCCLMonitor | None = None
 
     # ---- environment -------------------------------------------------------------------------------------------------
 
@@ -137,6 +141,9 @@ class HybridStrategy(ModelParallelStrategy):
             self.accelerator.setup_device(self.root_device)
         if self.world_size > 1:
             self._setup_distributed()
+            if self._board.on_nccl and self._monitor is None:
+                self._monitor = NCCLMonitor(self._board)
+                self._monitor.start()
         elif self.is_distributed and not dist.is_initialized():
             backend = self._get_process_group_backend()
             device_id = self.root_device if self.root_device.type == "cuda" else None
@@ -150,10 +157,7 @@ class HybridStrategy(ModelParallelStrategy):
     def device_mesh(self) -> TorchDeviceMesh:
         """The actor's mesh of (replicate, shard, tensor) ranks. RuntimeError without a process group."""
         if not dist.is_initialized():
-            raise RuntimeError(
-                "HybridStrategy.device_mesh exists after fabric.launch() in a world of processes; one CPU process has "
-                "none."
-            )
+            raise RuntimeError("HybridStrategy.device_mesh exists after fabric.launch(); one CPU process has none.")
         return self.role_mesh("actor")
 
     # Fabric sets and reads the precision through this property, so it is where ours takes the place of its own.
@@ -198,10 +202,7 @@ class HybridStrategy(ModelParallelStrategy):
         return self.layout(role).tensor_rank(self.global_rank)
 
     def group(self, role: str, operation: str) -> dist.ProcessGroup | None:
-        """The process group of a role's operation (see ``groups.OPERATIONS``), None without a process group.
-
-        None also on a rank without the role. The first call for a role that is not set up is a collective one.
-        """
+        """The group of a role's operation (see ``groups.OPERATIONS``); None without groups, and without the role."""
         return self._groups.get(self.layout(role), operation) if dist.is_initialized() else None
 
     def set_group(self, role: str, operation: str, group: dist.ProcessGroup | None) -> None:
@@ -222,6 +223,15 @@ class HybridStrategy(ModelParallelStrategy):
     def create_group(self, ranks: Sequence[int], description: str) -> dist.ProcessGroup | None:
         """Create one more group with the strategy's backend and time-out, None outside (a collective call of all)."""
         return self._groups.create(ranks, description)
+
+    def phase(self, role: str, name: str) -> AbstractContextManager[None]:
+        """A context for what a role does together; where a collective in it fails, the error names the missing ranks.
+
+        Args:
+            role: Whose phase, or several roles' in words.
+            name: What they do, such as ``"update"``.
+        """
+        return self._board.phase(role, name)
 
     def role_mesh(self, role: str) -> TorchDeviceMesh:
         """The torch mesh of a role: axes ``<role>_replicate``, ``<role>_shard``, ``<role>_tensor``.
@@ -276,14 +286,15 @@ class HybridStrategy(ModelParallelStrategy):
         if not is_trainable(module, role):
             module.requires_grad_(False)
         if dist.is_initialized():
-            for operation in OPERATIONS:
-                self.group(role, operation)  # now, while all ranks are here
+            for operation in operations_of(role):  # now, while all ranks are here
+                self.group(role, operation)
             if role == "actor":
                 self.group("rollout", "tensor")
         if not self.layout(role).holds(self.global_rank):
             module.to("meta")  # known here by name and shape, without memory
         elif next(module.parameters(), None) is not None:
-            self._parallelize(module, role)
+            with self.phase(role, "set-up"):
+                self._parallelize(module, role)
         self._roles[role] = module
         self._versions.setdefault(role, 0)
         self._role_of_parameter.update((id(parameter), role) for parameter in module.parameters())
@@ -356,11 +367,9 @@ class HybridStrategy(ModelParallelStrategy):
         role = roles.pop() if len(roles) == 1 else None
         if role is None:
             raise ValueError(
-                f"HybridStrategy: an optimizer takes the parameters of one role that is set up, got those of "
-                f"{roles or None} "
-                "(None: a module not set up, or parameters taken before sharding). Set the role up first, or both "
-                "together "
-                "with fabric.setup(module, optimizer)."
+                "HybridStrategy: an optimizer takes the parameters of one role that is set up, got those of "
+                f"{roles or None} (None: a module not set up, or parameters taken before sharding). Set the role up "
+                "first, or both together with fabric.setup(module, optimizer)."
             )
         return role
 
@@ -463,7 +472,8 @@ class HybridStrategy(ModelParallelStrategy):
         self._wait_for_states()
         held = {role: self._versions[role] for role in self._roles if self.layout(role).holds(self.global_rank)}
         versions = checkpoint.join_over_ranks(held)
-        checkpoint.save(Path(self.broadcast(path)), {**state, "weight_versions": versions}, self.role_of_optimizer)
+        with self.phase("all roles", "save"):
+            checkpoint.save(Path(self.broadcast(path)), {**state, "weight_versions": versions}, self.role_of_optimizer)
 
     @override
     def load_checkpoint(
@@ -473,15 +483,17 @@ class HybridStrategy(ModelParallelStrategy):
         if not isinstance(state, dict) or not state:
             raise ValueError(
                 f"HybridStrategy.load_checkpoint got state={type(state).__name__}; pass a dictionary with the names "
-                f"used at "
-                "saving, such as {'actor': actor}."
+                "used at saving, such as {'actor': actor}."
             )
-        rest = checkpoint.load(Path(self.broadcast(path)), state, self.role_of_optimizer, strict)
+        with self.phase("all roles", "load"):
+            rest = checkpoint.load(Path(self.broadcast(path)), state, self.role_of_optimizer, strict)
         self._versions.update(rest.pop("weight_versions", {}))
         return rest
 
     @override
     def teardown(self) -> None:
         """Leave the process group. Fabric itself never calls this; scripts that end their process need not either."""
+        if self._monitor is not None:
+            self._monitor.stop()
         if dist.is_initialized():
             dist.destroy_process_group()
