@@ -21,17 +21,17 @@ from typing_extensions import override
 
 from lightning_verl.models.compat import check_versions
 from lightning_verl.parallel.checkpointing import ActivationCheckpointing, apply_activation_checkpointing
-from lightning_verl.parallel.fsdp import apply_fsdp, gathered, no_gradient_sync, reshard
+from lightning_verl.parallel.fsdp import apply_fsdp, no_gradient_sync, reshard
 from lightning_verl.parallel.tensor import apply_tensor_parallel, models_to_cut
 from lightning_verl.resharding.executor import BUCKET_BYTES, ReshardReport
 from lightning_verl.strategies import checkpoint
 from lightning_verl.strategies.clipping import clip_by_true_norm
-from lightning_verl.strategies.engine import HybridEngine, LentEngine
 from lightning_verl.strategies.groups import DEFAULT_TIMEOUT, GroupRegistry, operations_of
 from lightning_verl.strategies.layout import ROLES, RoleLayout, check_config, check_names, is_trainable, resolve_layouts
 from lightning_verl.strategies.mesh import DeviceMesh
-from lightning_verl.strategies.offload import OffloadReport, StateOffload
+from lightning_verl.strategies.offload import OffloadReport
 from lightning_verl.strategies.precision import HybridPrecision
+from lightning_verl.strategies.rollouts import Rollouts
 from lightning_verl.strategies.watchdog import NCCLMonitor, PhaseBoard
 
 
@@ -102,9 +102,7 @@ class HybridStrategy(ModelParallelStrategy):
         self._groups = GroupRegistry(timeout, process_group_backend)
         self._meshes: dict[str, TorchDeviceMesh] = {}
         self._roles: dict[str, nn.Module] = {}
-        self._hybrid_engine: HybridEngine | None = None
-        self._optimizers: list[Optimizer] = []
-        self._offload: StateOffload | None = None
+        self._rollouts = Rollouts(self, offload=bool(self._engine_config.get("offload_to_cpu")))
         self._role_of_parameter: dict[int, str] = {}
         self._versions: dict[str, int] = {}
         self._backward_sync_control = _SyncControl()
@@ -305,7 +303,8 @@ class HybridStrategy(ModelParallelStrategy):
         models = models_to_cut(module, layout.tensor)
         self.hybrid_precision.convert_module(module)
         module.to(self.root_device)
-        engine = self._make_engine(module, role)
+        if role == "actor" and self.enable_3d_hybrid:
+            self._rollouts.prepare(module)
         mode = getattr(module, "activation_checkpointing", None)
         if not dist.is_initialized():
             apply_activation_checkpointing(module, mode or self.activation_checkpointing)
@@ -318,16 +317,8 @@ class HybridStrategy(ModelParallelStrategy):
         cut = layout.data_size > 1 or self.hybrid_precision.needs_policy or self.root_device.type == "cuda"
         if cut and reduce is not None:
             axes = (f"{role}_replicate", f"{role}_shard") if layout.replicas > 1 else (f"{role}_shard",)
-            dims = engine.aligned_dims() if engine else {}
+            dims = self._rollouts.aligned_dims() if role == "actor" else {}
             apply_fsdp(module, mesh[axes], self.hybrid_precision.policy(), reduce, dims)
-
-    def _make_engine(self, module: Any, role: str) -> HybridEngine | None:
-        """The hybrid engine of an actor that can generate with another module than its own, from before it is cut."""
-        if role != "actor" or not self.enable_3d_hybrid or not hasattr(module, "generate_with"):
-            return None
-        self._hybrid_engine = HybridEngine(self, module.model, self.reshard_bucket_bytes)
-        module.generate_with(self._hybrid_engine.module)
-        return self._hybrid_engine
 
     def _copy_from_first_rank(self, module: nn.Module, role: str) -> None:
         """Make every rank of the role start from the same weights, also where they were drawn at random on each."""
@@ -353,7 +344,7 @@ class HybridStrategy(ModelParallelStrategy):
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         self.role_of_optimizer(optimizer)
-        self._optimizers.append(optimizer)
+        self._rollouts.add_optimizer(optimizer)
         return optimizer
 
     def role_of_optimizer(self, optimizer: Optimizer) -> str:
@@ -378,7 +369,7 @@ class HybridStrategy(ModelParallelStrategy):
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         role = self.role_of_optimizer(optimizer)
-        self._wait_for_states()
+        self._rollouts.wait_for_states()
         result = super().optimizer_step(optimizer, **kwargs)
         self._versions[role] += 1
         return result
@@ -401,54 +392,23 @@ class HybridStrategy(ModelParallelStrategy):
         """How many optimizer steps a role has taken since set-up (or since what a checkpoint said)."""
         return self._versions.get(role, 0)
 
-    @contextmanager
-    def rollout(self, actor: nn.Module) -> Iterator[Any]:
-        """Hold the actor in its rollout layout and yield its engine, which may generate inside only (a collective
-        call).
+    def rollout(self, actor: nn.Module) -> AbstractContextManager[Any]:
+        """Hold the actor in its rollout layout and lend its engine, which may generate inside only (a collective call).
 
         Args:
             actor: The actor, set up; as Fabric returned it or the module itself.
         """
-        module = getattr(actor, "module", actor)
-        role = self.role_of(module)
-        engine: Any = module.engine
-        with self._states_away(), gathered(module) if self._hybrid_engine is None else self._hybrid_engine.weights():
-            if self._offload is not None:
-                self._offload.free()
-            engine.load_weights((), self.weight_version(role))
-            lent = LentEngine(engine, lambda: self.weight_version(role))
-            try:
-                yield lent
-            finally:
-                lent.take_back()
-                engine.release()
-
-    @contextmanager
-    def _states_away(self) -> Iterator[None]:
-        """Send optimizer states and gradients to the host, if that is wanted, and bring them back at the end."""
-        if not self._engine_config.get("offload_to_cpu"):
-            yield
-            return
-        self._offload = self._offload or StateOffload(self.root_device)
-        self._offload.start(self._optimizers)
-        try:
-            yield
-        finally:
-            self._offload.bring_back()
-
-    def _wait_for_states(self) -> None:
-        if self._offload is not None:
-            self._offload.wait()
-
-    @property
-    def offload_report(self) -> OffloadReport | None:
-        """What the last trip of the optimizer states to the host cost on this rank; None without one."""
-        return None if self._offload is None else self._offload.report
+        return self._rollouts.open(getattr(actor, "module", actor))
 
     @property
     def reshard_report(self) -> ReshardReport | None:
         """What the last resharding cost on this rank; None before the first, and without the 3D hybrid engine."""
-        return None if self._hybrid_engine is None else self._hybrid_engine.report
+        return self._rollouts.reshard_report
+
+    @property
+    def offload_report(self) -> OffloadReport | None:
+        """What the last trip of the optimizer states to the host cost on this rank; None without one."""
+        return self._rollouts.offload_report
 
     @contextmanager
     def update(self, actor: nn.Module) -> Iterator[nn.Module]:
@@ -469,7 +429,7 @@ class HybridStrategy(ModelParallelStrategy):
         """Save any number of roles and optimizers to one directory; see ``strategies.checkpoint``."""
         if storage_options is not None or filter is not None:
             raise TypeError("HybridStrategy.save_checkpoint takes neither storage_options nor filter; leave them out.")
-        self._wait_for_states()
+        self._rollouts.wait_for_states()
         held = {role: self._versions[role] for role in self._roles if self.layout(role).holds(self.global_rank)}
         versions = checkpoint.join_over_ranks(held)
         with self.phase("all roles", "save"):
