@@ -163,7 +163,7 @@ def measure(options: argparse.Namespace) -> Result:
 
 
 def _work(model: str) -> Work:
-    return Work(2, 2, 4) if model == "tiny" else Work(32, 8, 128)
+    return Work(2, 2, 4) if model == "tiny" else Work(16, 8, 64)
 
 
 def load(path: Path) -> Result:
@@ -202,7 +202,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, default=RESULTS, help="the JSON file")
     parser.add_argument("--table-only", action="store_true", help="measure nothing, only write the page again")
     parser.add_argument("--model", choices=("0.5B", "tiny"), default="0.5B", help="what is trained")
-    parser.add_argument("--steps", type=int, default=4, help="steps of each run; the first does not count")
+    parser.add_argument("--steps", type=int, default=3, help="steps of each run; the first does not count")
     parser.add_argument("--worker", choices=ALGORITHMS, help=argparse.SUPPRESS)
     return parser
 

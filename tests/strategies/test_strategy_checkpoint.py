@@ -103,6 +103,31 @@ def test_a_checkpoint_loads_on_another_layout(
     assert not list(tmp_path.glob("*.incomplete"))
 
 
+def read_and_write(source: str, target: str, options: dict[str, Any]) -> list[torch.Tensor]:
+    fabric, state = roles(options, seed=7)
+    fabric.load(source, state)
+    fabric.save(target, state)
+    return figures(state)
+
+
+def test_a_checkpoint_goes_from_four_ranks_to_two_to_one_and_back(tmp_path: Path) -> None:
+    stops: list[tuple[int, dict[str, Any]]] = [
+        (4, {"mesh_shape": (2, 2, 1, 1)}),
+        (2, {"mesh_shape": (2, 1, 1, 1), "hybrid_engine_config": {"rollout_tp": 2}}),
+        (1, {}),
+        (4, {"mesh_shape": (4, 1, 1, 1), "hybrid_engine_config": {"rollout_tp": 2}}),
+    ]
+    folders = [str(tmp_path / f"stop{number}") for number in range(len(stops))]
+    saved = run_ranks(write, stops[0][0], folders[0], stops[0][1])[0]
+    for number, (ranks, options) in enumerate(stops[1:], start=1):
+        for loaded in run_ranks(read_and_write, ranks, folders[number - 1], folders[number], options):
+            torch.testing.assert_close(loaded, saved[:2], atol=1e-5, rtol=1e-5)
+    for loaded, after, steps, version in run_ranks(read_and_go_on, 2, folders[-1], {"mesh_shape": (1, 2, 1, 1)}):
+        assert (steps, version) == (3, 2)
+        torch.testing.assert_close(loaded, saved[:2], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(after, saved[2:], atol=1e-4, rtol=1e-4)
+
+
 APART = {"mesh_shape": (2, 1, 1, 1), "parallelism_config": {"critic": {"dp": 1, "ranks": [2]}}}
 
 
