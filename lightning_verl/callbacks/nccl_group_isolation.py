@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from lightning_verl.strategies.groups import DEFAULT_TIMEOUT, OPERATIONS, NCCLGroupManager
+from lightning_verl.strategies.groups import DEFAULT_TIMEOUT, NCCLGroupManager, operations
 from lightning_verl.strategies.layout import ROLES
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ class NCCLGroupIsolation:
 
     Without it, roles share one group an axis: the critic's gradient reduction waits until the parameter gathers that
     the actor has queued on the same communicator are through. Groups are made for parameter gathers, gradient
-    reduction, replicas, cut matrices and scores, of each role, wherever they have more than one rank; those of roles
-    that are never set up stay unused. Works with gloo too. One CPU process has no groups and needs none.
+    reduction, replicas, cut matrices, experts and scores, of each role, wherever they have more than one rank; those of
+    roles that are never set up stay unused. Works with gloo too. One CPU process has no groups and needs none.
 
     What it does not lift: ranks must still issue their collectives in one common order, over all groups.
 
@@ -91,7 +91,7 @@ class NCCLGroupIsolation:
         groups = {}
         for role in ROLES:
             layout = strategy.layout(role)
-            for operation, axis in OPERATIONS.items():
+            for operation, axis in operations(layout).items():
                 if strategy.has_group(role, operation):
                     continue  # the user's own, such as RLTrainer(grad_sync_groups=...)
                 for line in layout.lines(axis):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,16 +55,23 @@ def apply_fsdp(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy
         policy: Mixed-precision policy, the same for every unit.
         reduce: The group for gradient reduce-scatter.
     """
-    for layer in decoder_layers(module):
+    units: list[Any] = [*decoder_layers(module), module]
+    for layer in units[:-1]:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     module._hybrid_touch = _touch  # type: ignore[assignment]
     for method in ("_hybrid_touch", "score"):
         if hasattr(module, method):
             register_fsdp_forward_method(module, method)
-    if reduce is not mesh.get_group(mesh.ndim - 1):
-        for unit in fsdp_units(module):
-            unit.set_custom_reduce_scatter(GroupReduceScatter(reduce))
+    use_reduce_group(units, mesh, reduce)
+
+
+def use_reduce_group(units: Iterable[FSDPModule], mesh: DeviceMesh, reduce: dist.ProcessGroup) -> None:
+    """Let units reduce their gradients on a group of their own, where it is not the mesh's."""
+    if reduce is mesh.get_group(mesh.ndim - 1):
+        return
+    for unit in units:
+        unit.set_custom_reduce_scatter(GroupReduceScatter(reduce))
 
 
 def _touch(nothing: None) -> None:

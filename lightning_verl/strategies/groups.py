@@ -12,13 +12,28 @@ from lightning_verl.strategies.layout import RoleLayout, check_names
 
 DEFAULT_TIMEOUT = timedelta(seconds=1800)
 
-OPERATIONS = {"gather": "shard", "reduce": "shard", "replicate": "replicate", "tensor": "tensor", "scores": "data"}
+OPERATIONS = {
+    "gather": "shard",
+    "reduce": "shard",
+    "replicate": "replicate",
+    "tensor": "tensor",
+    "scores": "data",
+    "expert": "expert",
+    "expert_gather": "expert_shard",
+    "expert_reduce": "expert_shard",
+}
 """What a role communicates, and along which axis of its grid.
 
 ``gather``: FSDP2's parameter all-gather. ``reduce``: its gradient reduce-scatter. ``replicate``: the gradient
 all-reduce over whole copies. ``tensor``: the reductions inside cut matrices. ``scores``: loss normalisers, statistics
-and scores.
+and scores. Only where there is an expert axis, ``expert``: tokens to and from experts; ``expert_gather`` and
+``expert_reduce``: what ``gather`` and ``reduce`` are, for experts.
 """
+
+
+def operations(layout: RoleLayout) -> dict[str, str]:
+    """The part of ``OPERATIONS`` that a layout needs."""
+    return {name: axis for name, axis in OPERATIONS.items() if layout.expert > 1 or not name.startswith("expert")}
 
 
 class NCCLGroupManager:

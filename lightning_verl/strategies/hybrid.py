@@ -21,10 +21,12 @@ from typing_extensions import override
 
 from lightning_verl.models.compat import check_versions
 from lightning_verl.parallel.checkpointing import ActivationCheckpointing, apply_activation_checkpointing
+from lightning_verl.parallel.expert import ExpertAxes, check_experts, cut_experts, expert_modules, shard_experts
 from lightning_verl.parallel.fsdp import apply_fsdp, gathered, no_gradient_sync, reshard
 from lightning_verl.parallel.tensor import apply_tensor_parallel, models_to_cut
 from lightning_verl.strategies import checkpoint
 from lightning_verl.strategies.clipping import clip_by_true_norm
+from lightning_verl.strategies.experts import expert_axes
 from lightning_verl.strategies.groups import DEFAULT_TIMEOUT, GroupRegistry
 from lightning_verl.strategies.layout import ROLES, RoleLayout, check_config, check_names, is_trainable, resolve_layouts
 from lightning_verl.strategies.mesh import DeviceMesh
@@ -47,7 +49,8 @@ class HybridStrategy(ModelParallelStrategy):
     Args:
         mesh_shape: Ranks of the axes (data, tensor, pipeline, expert), or a ``DeviceMesh``. None: data = world.
         parallelism_config: Sizes of single roles, such as ``{"actor": {"dp": 2, "tp": 2}}``; keys ``dp`` (shards),
-            ``tp``, ``replicate`` (fill the mesh with copies). A role that is left out takes the mesh's numbers.
+            ``tp``, ``ep`` (experts are divided over them), ``replicate`` (fill the mesh with copies). A role that is
+            left out takes the mesh's numbers.
         hybrid_engine_config: ``rollout_tp`` and ``update_dp``; today both must agree with the actor's entry.
         activation_checkpointing: ``"selective"``, ``"full"``, a list of module-name suffixes or None; a role's own
             wins.
@@ -85,6 +88,7 @@ class HybridStrategy(ModelParallelStrategy):
         self._layouts: dict[str, RoleLayout] | None = None
         self._groups = GroupRegistry(timeout, process_group_backend)
         self._meshes: dict[str, TorchDeviceMesh] = {}
+        self._expert_axes: dict[str, ExpertAxes | None] = {}
         self._roles: dict[str, nn.Module] = {}
         self._role_of_parameter: dict[int, str] = {}
         self._versions: dict[str, int] = {}
@@ -208,11 +212,12 @@ class HybridStrategy(ModelParallelStrategy):
         if role not in self._meshes:
             layout = self.layout(role)
             groups = [self._groups.get(layout, operation) for operation in ("replicate", "gather", "tensor")]
-            grid = torch.tensor(layout.ranks).view(layout.replicas, layout.shards, layout.tensor)
+            grid = torch.tensor(layout.ranks).view(layout.replicas, layout.shards * layout.expert, layout.tensor)
             names = tuple(f"{role}_{axis}" for axis in ("replicate", "shard", "tensor"))
             self._meshes[role] = TorchDeviceMesh.from_group(
                 groups, self.root_device.type, mesh=grid, mesh_dim_names=names
             )
+            self._expert_axes[role] = expert_axes(layout, self._meshes[role], self._groups)
         return self._meshes[role]
 
     @property
@@ -259,6 +264,7 @@ class HybridStrategy(ModelParallelStrategy):
     def _parallelize(self, module: nn.Module, role: str) -> None:
         layout = self.layout(role)
         models = models_to_cut(module, layout.tensor)
+        check_experts(module, layout.expert, layout.tensor, layout.shards)
         self.hybrid_precision.convert_module(module)
         module.to(self.root_device)
         mode = getattr(module, "activation_checkpointing", None)
@@ -266,12 +272,17 @@ class HybridStrategy(ModelParallelStrategy):
             apply_activation_checkpointing(module, mode or self.activation_checkpointing)
             return
         mesh = self.role_mesh(role)
+        experts = self._expert_axes[role]
         self._copy_from_first_rank(module, layout)
         for model in models:
             apply_tensor_parallel(model, mesh[f"{role}_tensor"])
+        if experts is not None:
+            cut_experts(module, experts)
         apply_activation_checkpointing(module, mode or self.activation_checkpointing)
         if layout.data_size > 1 or self.hybrid_precision.needs_policy or self.root_device.type == "cuda":
             axes = (f"{role}_replicate", f"{role}_shard") if layout.replicas > 1 else (f"{role}_shard",)
+            if experts is not None:
+                shard_experts(module, experts, self.hybrid_precision.policy())
             apply_fsdp(module, mesh[axes], self.hybrid_precision.policy(), self._groups.get(layout, "reduce"))
 
     def _copy_from_first_rank(self, module: nn.Module, layout: RoleLayout) -> None:
@@ -358,6 +369,8 @@ class HybridStrategy(ModelParallelStrategy):
         engine: Any = module.engine
         with gathered(module):
             engine.load_weights((), self.weight_version(self.role_of(module)))
+            experts = self._expert_axes.get(self.role_of(module))
+            engine.step_group = None if experts is None or not expert_modules(module) else experts.expert
             try:
                 yield engine
             finally:

@@ -112,9 +112,8 @@ def check_config(parallelism_config: Mapping[str, Mapping[str, Any]], engine: Ma
         check_names(owner, entry, _ENTRY_KEYS, "key")
         for key in ("dp", "tp", "pp", "ep"):
             _check_size(owner, key, entry.get(key, 1))
-        for key, axis in (("pp", "pipeline"), ("ep", "expert")):
-            if entry.get(key, 1) > 1:
-                raise ValueError(f"{owner} got {key}={entry[key]}; {axis} > 1 is not supported yet, set it to 1.")
+        if entry.get("pp", 1) > 1:
+            raise ValueError(f"{owner} got pp={entry['pp']}; pipeline > 1 is not supported yet, set it to 1.")
         if entry.get("ranks"):
             raise ValueError(f"{owner} got ranks={entry['ranks']}; roles on ranks of their own are not supported yet.")
     owner = "HybridStrategy(hybrid_engine_config)"
