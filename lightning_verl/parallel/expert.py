@@ -161,8 +161,8 @@ def dispatch_experts(
         tokens, choices = top_k_index.shape
         order, numbers, sent, received = route.plan(top_k_index)
         rows = route.exchange(hidden_states[order // choices], sent, received)
-        if len(rows) == 0:  # a made-up row: the weights must get a gradient, if only zero, on every rank
-            results = compute(rows.new_zeros(1, rows.shape[1]), numbers.new_zeros(1))[:0]
+        if len(rows) == 0:  # a made-up row: every rank must enter the exchange of gradients, and have some for weights
+            results = compute(torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), numbers.new_zeros(1))[:0]
         else:
             results = compute(rows, numbers)
         results = route.exchange(results, received, sent)
