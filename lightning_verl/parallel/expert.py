@@ -91,9 +91,9 @@ def check_experts(module: nn.Module, expert: int, tensor: int, shards: int) -> N
     for child in module.modules():
         if isinstance(child, LoraLayer) and expert_modules(child):
             raise ValueError(
-                f"{type(module).__name__} has a LoRA adapter on packed experts (target_parameters), which cannot be "
-                f"divided with them over ep x tp = {expert} x {tensor}. Target the attention's modules only, such as "
-                "['q_proj', 'v_proj'], or set ep and tp to 1."
+                f"{type(module).__name__} has a LoRA adapter on packed experts (from target_parameters, or a target "
+                f"named like their down_proj), which cannot be divided with them over ep x tp = {expert} x {tensor}. "
+                "Target the attention's modules only, such as ['q_proj', 'v_proj'], or set ep and tp to 1."
             )
 
 

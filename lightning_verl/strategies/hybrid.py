@@ -263,8 +263,8 @@ class HybridStrategy(ModelParallelStrategy):
 
     def _parallelize(self, module: nn.Module, role: str) -> None:
         layout = self.layout(role)
-        models = models_to_cut(module, layout.tensor)
         check_experts(module, layout.expert, layout.tensor, layout.shards)
+        models = models_to_cut(module, layout.tensor)
         self.hybrid_precision.convert_module(module)
         module.to(self.root_device)
         mode = getattr(module, "activation_checkpointing", None)
