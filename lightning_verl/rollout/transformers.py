@@ -94,13 +94,15 @@ class TransformersEngine:
         Raises:
             ValueError: A prompt is empty or leaves too little room for ``max_new_tokens``, the indices do not match the
                 prompts, or there are stop strings but no tokenizer.
+            RuntimeError: Such an error on another rank of ``step_group``.
         """
         sampling = sampling or SamplingParams()
         token_lists = prompts.token_lists() if isinstance(prompts, PromptBatch) else [list(row) for row in prompts]
         device = next(self.model.parameters()).device
-        indices = self._indices(prompts, prompt_indices).to(device)
         rule = StopRule(sampling, self.eos_token_ids, self.tokenizer)
-        self._check_lengths(token_lists, sampling)
+        with self._starting_together(device):
+            indices = self._indices(prompts, prompt_indices).to(device)
+            self._check_lengths(token_lists, sampling)
 
         stopper = _Stopper(rule, rows=len(token_lists) * sampling.n, group=self.step_group)
         if not token_lists and self.step_group is not None:  # a made-up row, which the stopper does not count
@@ -129,6 +131,22 @@ class TransformersEngine:
 
     def release(self) -> None:
         """Nothing to give back: the key-value cache lives only inside :meth:`generate`."""
+
+    @contextmanager
+    def _starting_together(self, device: torch.device) -> Iterator[None]:
+        """Let an error of this rank stop the others of the step group too: they would wait for it in the first step."""
+        problem: ValueError | None = None
+        try:
+            yield
+        except ValueError as error:
+            problem = error
+        refused = torch.tensor([int(problem is not None)], device=device)
+        if self.step_group is not None:
+            dist.all_reduce(refused, group=self.step_group)
+        if problem is not None:
+            raise problem
+        if refused.item():
+            raise RuntimeError("TransformersEngine.generate: another rank of the step group refused its prompts.")
 
     def _indices(self, prompts: PromptBatch | Sequence[Sequence[int]], given: Sequence[int] | None) -> Tensor:
         if given is None:

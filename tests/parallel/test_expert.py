@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from peft import LoraConfig
+from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
@@ -148,10 +148,10 @@ def test_expert_modules_are_found_and_checked() -> None:
 
 def test_adapters_on_packed_experts_are_refused_where_experts_are_divided() -> None:
     config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
-    actor = Actor(tiny_model("qwen3_moe"), lora_config=config)
-    check_experts(actor, 1, 1, 1)
-    with pytest.raises(ValueError, match=r"Actor has a LoRA adapter on packed experts.*\['q_proj', 'v_proj'\]"):
-        check_experts(actor, 2, 1, 1)
+    model = inject_adapter_in_model(config, tiny_model("qwen3_moe"))
+    check_experts(model, 1, 1, 1)
+    with pytest.raises(ValueError, match=r"has a LoRA adapter on packed experts.*\['q_proj', 'v_proj'\]"):
+        check_experts(model, 2, 1, 1)
 
 
 # ---- the strategy --------------------------------------------------------------------------------------------------
@@ -298,6 +298,22 @@ def test_rollouts_equal_those_of_one_process(ranks: int, mesh: Any, count: int) 
             assert torch.equal(part.response_ids, whole.response_ids[rows, :width])
             torch.testing.assert_close(part.logprobs, whole.logprobs[rows, :width], atol=1e-5, rtol=1e-5)
     assert seen == set(range(2 * count))
+
+
+def prompts_too_long_for_one_rank() -> str:
+    fabric, strategy = launched((1, 1, 1, 2))
+    actor = Actor(tiny_model("qwen3_moe"), tokenizer=char_tokenizer())
+    fabric.setup_module(actor)
+    prompts = [[5] * (200 if fabric.global_rank == 1 else 2)]
+    with strategy.rollout(actor) as engine, pytest.raises((ValueError, RuntimeError)) as caught:
+        engine.generate(prompts, SamplingParams(max_new_tokens=4))
+    return str(caught.value)
+
+
+def test_prompts_that_one_rank_refuses_stop_the_others() -> None:
+    first, second = run_ranks(prompts_too_long_for_one_rank, 2)
+    assert "another rank of the step group refused its prompts" in first
+    assert "prompt 0 has 200 tokens" in second
 
 
 # ---- checkpoint ----------------------------------------------------------------------------------------------------

@@ -111,6 +111,14 @@ def test_lines_of_a_grid_with_an_expert_axis() -> None:
     assert layout.data_size == 4
 
 
+def test_the_expert_axis_of_the_mesh_and_of_a_role() -> None:
+    layouts = resolve(8, (2, 2, 1, 2), {"critic": {"dp": 4, "tp": 2}, "reward": {"ep": 4, "tp": 2}})
+    sizes = {role: (layout.shards, layout.tensor, layout.expert) for role, layout in layouts.items()}
+    assert sizes == {"actor": (2, 2, 2), "critic": (4, 2, 1), "reference": (2, 2, 2), "reward": (1, 2, 4)}
+    with pytest.raises(ValueError, match=r"dp x tp x ep = 2 x 1 x 3 = 6 does not equal"):
+        resolve(4, None, {"actor": {"dp": 2, "ep": 3}})
+
+
 def test_the_engine_agrees_with_the_actor() -> None:
     with pytest.raises(ValueError, match=r"update_dp=4 differs from the actor's dp=2"):
         resolve(4, (2, 2, 1, 1), None, {"update_dp": 4})
@@ -125,7 +133,7 @@ def test_the_engine_agrees_with_the_actor() -> None:
         ({"actor": {"tpp": 2}}, {}, r"parallelism_config\['actor'\].*unknown key 'tpp'.*Did you mean 'tp'"),
         ({"actor": {"dp": 0}}, {}, r"dp=0; it takes a whole number of at least 1"),
         ({"actor": {"pp": 2}}, {}, r"pp=2; pipeline > 1 is not supported yet"),
-        ({"actor": {"ep": 2}}, {}, r"ep=2; expert > 1 is not supported yet"),
+        ({"actor": {"ep": 0}}, {}, r"ep=0; it takes a whole number of at least 1"),
         ({"reward": {"dp": 1, "ranks": [3]}}, {}, r"ranks=\[3\]; roles on ranks of their own are not supported yet"),
         ({}, {"rollout_dp": 2}, r"unknown key 'rollout_dp'.*Did you mean 'rollout_tp'"),
         ({}, {"offload_to_cpu": True}, r"offload_to_cpu=True, which is not supported yet"),
