@@ -137,7 +137,10 @@ def _shard_dim(parameter: Tensor, parts: int, shards: int) -> int | None:
 
 
 def dispatch_experts(
-    experts: nn.Module, expert: dist.ProcessGroup | None, tensor: dist.ProcessGroup | None = None
+    experts: nn.Module,
+    expert: dist.ProcessGroup | None,
+    tensor: dist.ProcessGroup | None = None,
+    tensor_rank: int | None = None,
 ) -> None:
     """Let a module of packed experts, which holds a part of them, act as the whole: in place, its forward only.
 
@@ -150,8 +153,9 @@ def dispatch_experts(
         experts: The module; its ``num_experts`` is E.
         expert: Ranks with other rows, which all must run the forward together, without rows too; None: this rank alone.
         tensor: Ranks with the same rows; None: this rank alone.
+        tensor_rank: This rank's place t among them; None: the one that it has in the group.
     """
-    route = _Route(int(experts.num_experts), expert, tensor)  # type: ignore[arg-type]
+    route = _Route(int(experts.num_experts), expert, tensor, tensor_rank)  # type: ignore[arg-type]
     compute = _local_forward(experts, route)
 
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -184,13 +188,21 @@ class _Route:
         number: Experts on all ranks.
         expert: See ``dispatch_experts``.
         tensor: See ``dispatch_experts``.
+        tensor_rank: See ``dispatch_experts``.
     """
 
-    def __init__(self, number: int, expert: dist.ProcessGroup | None, tensor: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        number: int,
+        expert: dist.ProcessGroup | None,
+        tensor: dist.ProcessGroup | None,
+        tensor_rank: int | None,
+    ) -> None:
         self._expert = expert
         self.expert_ranks = 1 if expert is None else expert.size()
         self._tensor_ranks = 1 if tensor is None else tensor.size()
-        self._tensor_rank = 0 if tensor is None else tensor.rank()
+        place = 0 if tensor is None else tensor.rank()
+        self._tensor_rank = place if tensor_rank is None else tensor_rank
         self._number = number
         self.own = number // (self.expert_ranks * self._tensor_ranks)
         """Experts on each rank."""

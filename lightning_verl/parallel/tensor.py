@@ -87,16 +87,24 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
-    plan = _plan(model)
-    base = model.base_model
-    for name, module in list(base.named_modules()):
-        style = plan.get(_pattern(name))
+    for module, style in planned_styles(model):
         if style in _CUT_STYLES:
             _cut(module, mesh, style)
         elif style == _SUMMED_STYLE:
             _sum_weight_gradient(module, mesh.get_group())
     if tied and head.weight is not embedding.weight:
         raise RuntimeError(f"{type(model).__name__}: tensor parallelism untied the output head from the embedding")
+
+
+def planned_styles(model: PreTrainedModel) -> list[tuple[nn.Module, str]]:
+    """The modules that a model's tensor-parallel plan names, each with its style."""
+    plan = _plan(model)
+    found = []
+    for name, module in model.base_model.named_modules():
+        style = plan.get(_pattern(name))
+        if style is not None:
+            found.append((module, style))
+    return found
 
 
 def _plan(model: PreTrainedModel) -> dict[str, str]:

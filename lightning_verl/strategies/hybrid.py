@@ -24,12 +24,15 @@ from lightning_verl.parallel.checkpointing import ActivationCheckpointing, apply
 from lightning_verl.parallel.expert import ExpertAxes, check_experts, cut_experts, expert_modules, shard_experts
 from lightning_verl.parallel.fsdp import apply_fsdp, gathered, no_gradient_sync, reshard
 from lightning_verl.parallel.tensor import apply_tensor_parallel, models_to_cut
+from lightning_verl.resharding.executor import BUCKET_BYTES, ReshardReport
 from lightning_verl.strategies import checkpoint
 from lightning_verl.strategies.clipping import clip_by_true_norm
+from lightning_verl.strategies.engine import HybridEngine, LentEngine
 from lightning_verl.strategies.experts import expert_axes
 from lightning_verl.strategies.groups import DEFAULT_TIMEOUT, GroupRegistry
 from lightning_verl.strategies.layout import ROLES, RoleLayout, check_config, check_names, is_trainable, resolve_layouts
 from lightning_verl.strategies.mesh import DeviceMesh
+from lightning_verl.strategies.offload import OffloadReport, StateOffload
 from lightning_verl.strategies.precision import HybridPrecision
 
 
@@ -51,7 +54,13 @@ class HybridStrategy(ModelParallelStrategy):
         parallelism_config: Sizes of single roles, such as ``{"actor": {"dp": 2, "tp": 2}}``; keys ``dp`` (shards),
             ``tp``, ``ep`` (experts are divided over them), ``replicate`` (fill the mesh with copies). A role that is
             left out takes the mesh's numbers.
-        hybrid_engine_config: ``rollout_tp`` and ``update_dp``; today both must agree with the actor's entry.
+        hybrid_engine_config: ``rollout_tp``, the ranks that cut the actor while it generates (None: the actor's
+            ``tp``); ``update_dp``, which must agree with the actor's entry; ``offload_to_cpu``, to keep optimizer
+            states and gradients in host memory during rollouts.
+        enable_3d_hybrid: Whether the actor generates in a layout of its own, with its weights resharded for the
+            rollout. False gathers them in the update layout instead.
+        reshard_bucket_bytes: Most bytes that one bucket of a resharding sends and receives on a rank; two are in
+            flight.
         activation_checkpointing: ``"selective"``, ``"full"``, a list of module-name suffixes or None; a role's own
             wins.
         defer_gradient_sync: Over an accumulated mini-batch, reduce gradients once at its end instead of in every
@@ -70,6 +79,8 @@ class HybridStrategy(ModelParallelStrategy):
         parallelism_config: Mapping[str, Mapping[str, Any]] | None = None,
         hybrid_engine_config: Mapping[str, Any] | None = None,
         *,
+        enable_3d_hybrid: bool = True,
+        reshard_bucket_bytes: int = BUCKET_BYTES,
         activation_checkpointing: ActivationCheckpointing = None,
         defer_gradient_sync: bool = False,
         timeout: timedelta = DEFAULT_TIMEOUT,
@@ -82,14 +93,19 @@ class HybridStrategy(ModelParallelStrategy):
         self.mesh = None if mesh_shape is None else DeviceMesh.of(mesh_shape)
         self.activation_checkpointing = activation_checkpointing
         self.defer_gradient_sync = defer_gradient_sync
+        self.enable_3d_hybrid = enable_3d_hybrid
+        self.reshard_bucket_bytes = reshard_bucket_bytes
         self._config = dict(parallelism_config or {})
         self._engine_config = dict(hybrid_engine_config or {})
-        check_config(self._config, self._engine_config)
+        check_config(self._config, self._engine_config, enable_3d_hybrid)
         self._layouts: dict[str, RoleLayout] | None = None
         self._groups = GroupRegistry(timeout, process_group_backend)
         self._meshes: dict[str, TorchDeviceMesh] = {}
         self._expert_axes: dict[str, ExpertAxes | None] = {}
         self._roles: dict[str, nn.Module] = {}
+        self._hybrid_engine: HybridEngine | None = None
+        self._optimizers: list[Optimizer] = []
+        self._offload: StateOffload | None = None
         self._role_of_parameter: dict[int, str] = {}
         self._versions: dict[str, int] = {}
         self._backward_sync_control = _SyncControl()
@@ -165,13 +181,13 @@ class HybridStrategy(ModelParallelStrategy):
     # ---- layouts and groups ------------------------------------------------------------------------------------------
 
     def layout(self, role: str) -> RoleLayout:
-        """The layout of a role.
+        """The layout of a role, or of the actor while it generates (``"rollout"``).
 
         Raises:
             RuntimeError: The strategy is not part of a Fabric yet, so the number of ranks is not known.
             ValueError: An unknown role.
         """
-        check_names(type(self).__name__, [role], ROLES, "role")
+        check_names(type(self).__name__, [role], (*ROLES, "rollout"), "role")
         if self._layouts is None:
             raise RuntimeError("HybridStrategy.layout needs the number of ranks: pass the strategy to Fabric first.")
         return self._layouts[role]
@@ -267,6 +283,7 @@ class HybridStrategy(ModelParallelStrategy):
         models = models_to_cut(module, layout.tensor)
         self.hybrid_precision.convert_module(module)
         module.to(self.root_device)
+        engine = self._make_engine(module, role)
         mode = getattr(module, "activation_checkpointing", None)
         if not dist.is_initialized():
             apply_activation_checkpointing(module, mode or self.activation_checkpointing)
@@ -281,9 +298,19 @@ class HybridStrategy(ModelParallelStrategy):
         apply_activation_checkpointing(module, mode or self.activation_checkpointing)
         if layout.data_size > 1 or self.hybrid_precision.needs_policy or self.root_device.type == "cuda":
             axes = (f"{role}_replicate", f"{role}_shard") if layout.replicas > 1 else (f"{role}_shard",)
+            dims = engine.aligned_dims() if engine else {}
+            policy, reduce = self.hybrid_precision.policy(), self._groups.get(layout, "reduce")
             if experts is not None:
-                shard_experts(module, experts, self.hybrid_precision.policy())
-            apply_fsdp(module, mesh[axes], self.hybrid_precision.policy(), self._groups.get(layout, "reduce"))
+                shard_experts(module, experts, policy)
+            apply_fsdp(module, mesh[axes], policy, reduce, dims)
+
+    def _make_engine(self, module: Any, role: str) -> HybridEngine | None:
+        """The hybrid engine of an actor that can generate with another module than its own, from before it is cut."""
+        if role != "actor" or not self.enable_3d_hybrid or not hasattr(module, "generate_with"):
+            return None
+        self._hybrid_engine = HybridEngine(self, module.model, self.reshard_bucket_bytes)
+        module.generate_with(self._hybrid_engine.module)
+        return self._hybrid_engine
 
     def _copy_from_first_rank(self, module: nn.Module, layout: RoleLayout) -> None:
         """Make every rank start from the same weights, also where they were drawn at random on each."""
@@ -309,6 +336,7 @@ class HybridStrategy(ModelParallelStrategy):
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         self.role_of_optimizer(optimizer)
+        self._optimizers.append(optimizer)
         return optimizer
 
     def role_of_optimizer(self, optimizer: Optimizer) -> str:
@@ -335,6 +363,7 @@ class HybridStrategy(ModelParallelStrategy):
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         role = self.role_of_optimizer(optimizer)
+        self._wait_for_states()
         result = super().optimizer_step(optimizer, **kwargs)
         self._versions[role] += 1
         return result
@@ -366,15 +395,52 @@ class HybridStrategy(ModelParallelStrategy):
             actor: The actor, set up; as Fabric returned it or the module itself.
         """
         module = getattr(actor, "module", actor)
+        role = self.role_of(module)
         engine: Any = module.engine
-        with gathered(module):
-            engine.load_weights((), self.weight_version(self.role_of(module)))
-            experts = self._expert_axes.get(self.role_of(module))
-            engine.step_group = None if experts is None or not expert_modules(module) else experts.expert
+        with self._states_away(), gathered(module) if self._hybrid_engine is None else self._hybrid_engine.weights():
+            if self._offload is not None:
+                self._offload.free()
+            engine.load_weights((), self.weight_version(role))
+            engine.step_group = self._step_group(module)
+            lent = LentEngine(engine, lambda: self.weight_version(role))
             try:
-                yield engine
+                yield lent
             finally:
+                lent.take_back()
                 engine.release()
+
+    def _step_group(self, module: nn.Module) -> dist.ProcessGroup | None:
+        """The ranks that take each step of a rollout together: those that the experts are divided over."""
+        role = "actor" if self._hybrid_engine is None else "rollout"
+        divided = self.layout(role).expert > 1 and expert_modules(module)
+        return self.group(role, "expert") if divided else None
+
+    @contextmanager
+    def _states_away(self) -> Iterator[None]:
+        """Send optimizer states and gradients to the host, if that is wanted, and bring them back at the end."""
+        if not self._engine_config.get("offload_to_cpu"):
+            yield
+            return
+        self._offload = self._offload or StateOffload(self.root_device)
+        self._offload.start(self._optimizers)
+        try:
+            yield
+        finally:
+            self._offload.bring_back()
+
+    def _wait_for_states(self) -> None:
+        if self._offload is not None:
+            self._offload.wait()
+
+    @property
+    def offload_report(self) -> OffloadReport | None:
+        """What the last trip of the optimizer states to the host cost on this rank; None without one."""
+        return None if self._offload is None else self._offload.report
+
+    @property
+    def reshard_report(self) -> ReshardReport | None:
+        """What the last resharding cost on this rank; None before the first, and without the 3D hybrid engine."""
+        return None if self._hybrid_engine is None else self._hybrid_engine.report
 
     @contextmanager
     def update(self, actor: nn.Module) -> Iterator[nn.Module]:
@@ -395,6 +461,7 @@ class HybridStrategy(ModelParallelStrategy):
         """Save any number of roles and optimizers to one directory; see ``strategies.checkpoint``."""
         if storage_options is not None or filter is not None:
             raise TypeError("HybridStrategy.save_checkpoint takes neither storage_options nor filter; leave them out.")
+        self._wait_for_states()
         versions = {**self._versions}
         checkpoint.save(Path(self.broadcast(path)), {**state, "weight_versions": versions}, self.role_of_optimizer)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from lightning_verl.resharding.planner import Grid
 from lightning_verl.strategies.mesh import DeviceMesh
 
 ROLES = ("actor", "critic", "reference", "reward")
@@ -52,16 +54,25 @@ class RoleLayout:
         """The tensor coordinate of a world rank."""
         return self.ranks.index(rank) % self.tensor
 
+    def coordinates(self, rank: int) -> tuple[int, int, int, int]:
+        """Where a world rank is: replica, shard, expert and tensor coordinate."""
+        position = self.ranks.index(rank)
+        data, tensor = divmod(position, self.tensor)
+        data, expert = divmod(data, self.expert)
+        replica, shard = divmod(data, self.shards)
+        return replica, shard, expert, tensor
+
     def lines(self, axis: str) -> list[list[int]]:
         """The ranks that communicate along an axis, one list for each line of the grid.
 
         Args:
             axis: ``"replicate"``; ``"shard"`` (shards and expert ranks, over which FSDP2 cuts what is no expert);
-                ``"expert_shard"`` (over which it cuts the experts); ``"expert"``; ``"tensor"``; or ``"data"`` (all but
-                tensor).
+                ``"expert_shard"`` (over which it cuts the experts); ``"expert"``; ``"tensor"``; ``"data"`` (all but
+                tensor); or ``"all"``.
         """
         inner = self.expert * self.tensor
         strides = {
+            "all": (len(self.ranks), 1),
             "tensor": (self.tensor, 1),
             "expert": (self.expert, self.tensor),
             "expert_shard": (self.shards, inner),
@@ -72,6 +83,20 @@ class RoleLayout:
         size, stride = strides[axis]
         starts = [i for i in range(len(self.ranks)) if (i // stride) % size == 0]
         return [[self.ranks[start + step * stride] for step in range(size)] for start in starts]
+
+    def grid(self, *, experts: bool = False) -> Grid:
+        """The ranks as a grid for the resharding planner.
+
+        Args:
+            experts: With the axes of expert weights, ``expert_replicate, expert_shard, expert, expert_tensor``; else
+                those of all other tensors, ``replicate, shard, tensor``.
+        """
+        if experts:
+            axes = ("expert_replicate", "expert_shard", "expert", "expert_tensor")
+            return Grid(axes, (self.replicas, self.shards, self.expert, self.tensor), self.ranks)
+        return Grid(
+            ("replicate", "shard", "tensor"), (self.replicas, self.shards * self.expert, self.tensor), self.ranks
+        )
 
 
 def is_trainable(module: object, role: str) -> bool:
@@ -100,7 +125,9 @@ def check_names(owner: str, given: Iterable[str], known: Iterable[str], what: st
         raise ValueError(f"{owner} got an unknown {what} {name!r}; known are {', '.join(map(repr, known))}.{hint}")
 
 
-def check_config(parallelism_config: Mapping[str, Mapping[str, Any]], engine: Mapping[str, Any]) -> None:
+def check_config(
+    parallelism_config: Mapping[str, Mapping[str, Any]], engine: Mapping[str, Any], enable_3d_hybrid: bool = True
+) -> None:
     """Check names and values that need no world size.
 
     Raises:
@@ -120,10 +147,14 @@ def check_config(parallelism_config: Mapping[str, Mapping[str, Any]], engine: Ma
     check_names(owner, engine, _ENGINE_KEYS, "key")
     for key in ("rollout_tp", "update_dp"):
         _check_size(owner, key, engine.get(key, 1))
-    if engine.get("offload_to_cpu"):
+    if not enable_3d_hybrid and "rollout_tp" in engine:
         raise ValueError(
-            f"{owner} got offload_to_cpu=True, which is not supported yet; leave it out or set it to False."
+            f"{owner} got rollout_tp={engine['rollout_tp']} with enable_3d_hybrid=False, which rolls out in the "
+            f"update layout. "
+            "Leave one of them out."
         )
+    if not isinstance(engine.get("offload_to_cpu", False), bool):
+        raise ValueError(f"{owner} got offload_to_cpu={engine['offload_to_cpu']!r}; it takes True or False.")
 
 
 def _check_size(owner: str, key: str, value: Any) -> None:
@@ -137,7 +168,7 @@ def resolve_layouts(
     parallelism_config: Mapping[str, Mapping[str, Any]],
     engine: Mapping[str, Any],
 ) -> dict[str, RoleLayout]:
-    """Derive the layout of every role.
+    """Derive the layout of every role, and of the actor while it generates (``"rollout"``).
 
     Ranks that a role claims with ``ranks`` lie outside the mesh. What remains is k whole meshes, which replicate the
     mesh k times along data. A role that is left out takes the mesh's own numbers. ``dp x tp x ep`` of a role equals
@@ -172,7 +203,13 @@ def resolve_layouts(
         )
     ranks = tuple(free)
     layouts = {role: _layout(role, mesh, ranks, parallelism_config.get(role)) for role in ROLES}
-    _check_engine(layouts["actor"], engine)
+    actor = layouts["actor"]
+    if (update_dp := engine.get("update_dp", actor.shards)) != actor.shards:
+        raise ValueError(
+            f"HybridStrategy(hybrid_engine_config): update_dp={update_dp} differs from the actor's dp={actor.shards}. "
+            "Leave update_dp out or make them agree."
+        )
+    layouts["rollout"] = rollout_layout(actor, engine.get("rollout_tp", actor.tensor))
     return layouts
 
 
@@ -195,17 +232,45 @@ def _layout(role: str, mesh: DeviceMesh, ranks: tuple[int, ...], entry: Mapping[
     return RoleLayout(role, len(ranks) // part, shards, tensor, ranks, expert)
 
 
-def _check_engine(actor: RoleLayout, engine: Mapping[str, Any]) -> None:
-    update_dp = engine.get("update_dp", actor.shards)
-    if update_dp != actor.shards:
+def rollout_layout(actor: RoleLayout, tensor: int) -> RoleLayout:
+    """How the actor lies on its ranks while it generates: copies that are cut over ``tensor`` ranks only.
+
+    The order of the ranks lets each keep as much as it can of what it holds in the update layout: along the dim that
+    the tensor axis cuts, the tensor rank t and the shard s of S hold chunk ``t x S + s``, and the rollout shard that
+    contains this chunk (or that it contains) goes to that rank. Expert ranks stay what they are.
+
+    Args:
+        actor: The update layout.
+        tensor: Ranks that cut one copy.
+
+    Raises:
+        ValueError: ``tensor`` does not divide the actor's ranks.
+    """
+    group = len(actor.ranks) // actor.expert
+    if group % tensor:
+        whole = f"{len(actor.ranks)} / {actor.expert} expert ranks" if actor.expert > 1 else f"{group} ranks"
         raise ValueError(
-            f"HybridStrategy(hybrid_engine_config): update_dp={update_dp} differs from the actor's dp={actor.shards}. "
-            "Leave update_dp out or make them agree."
+            f"HybridStrategy: rollout_tp={tensor} does not divide the actor's {whole}; choose a divisor of {group}."
         )
-    rollout_tp = engine.get("rollout_tp", actor.tensor)
-    if rollout_tp != actor.tensor:
-        raise ValueError(
-            f"HybridStrategy(hybrid_engine_config): rollout_tp={rollout_tp} differs from the actor's "
-            f"tp={actor.tensor}; a "
-            "rollout layout of its own is not supported yet. Leave rollout_tp out or make them agree."
-        )
+    copies = group // tensor
+    shards: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for rank in actor.ranks:
+        replica, shard, expert, t = actor.coordinates(rank)
+        chunk = t * actor.shards + shard
+        # Replicas hold the same chunk, so where the rollout cuts finer they divide it among them.
+        shards.setdefault((expert, (chunk * actor.replicas + replica) // copies), []).append((replica, chunk, rank))
+    in_order = {place: [rank for _, _, rank in sorted(held)] for place, held in shards.items()}
+    places = itertools.product(range(copies), range(actor.expert), range(tensor))
+    ranks = tuple(in_order[expert, t][copy] for copy, expert, t in places)
+    return RoleLayout("rollout", copies, 1, tensor, ranks, actor.expert)
+
+
+def vocabulary_layout(actor: RoleLayout, rollout: RoleLayout) -> RoleLayout:
+    """The rollout layout, with the ranks of each copy in the order in which they hold the vocabulary.
+
+    Embedding and output head are whole over the update layout's tensor axis: FSDP2 alone cuts them, so that another
+    order of the same ranks keeps more of them in place. Nobody but the planner and the head needs to know.
+    """
+    order = {rank: actor.coordinates(rank)[1:] for rank in actor.ranks}
+    ranks = [rank for line in rollout.lines("tensor") for rank in sorted(line, key=order.__getitem__)]
+    return replace(rollout, ranks=tuple(ranks))

@@ -157,9 +157,11 @@ def test_adapters_on_packed_experts_are_refused_where_experts_are_divided() -> N
 # ---- the strategy --------------------------------------------------------------------------------------------------
 
 
-def launched(mesh: tuple[int, int, int, int] | None, **options: Any) -> tuple[Fabric, HybridStrategy]:
-    strategy = HybridStrategy(mesh)
-    fabric = Fabric(accelerator="cpu", strategy=strategy, **options)
+def launched(
+    mesh: tuple[int, int, int, int] | None, precision: Any = "32-true", **options: Any
+) -> tuple[Fabric, HybridStrategy]:
+    strategy = HybridStrategy(mesh, **options)
+    fabric = Fabric(accelerator="cpu", strategy=strategy, precision=precision)
     fabric.launch()
     return fabric, strategy
 
@@ -266,28 +268,35 @@ def test_experts_that_do_not_divide_are_refused_at_set_up() -> None:
 PROMPTS = [[1, 40, 41], [1, 50], [1, 7, 8, 9, 60]]
 
 
-def rollout(mesh: tuple[int, int, int, int] | None, count: int) -> tuple[list[int], Rollouts]:
+def rollout(mesh: tuple[int, int, int, int] | None, count: int, **options: Any) -> tuple[list[int], Rollouts]:
     """Sample for the first ``count`` prompts, this data rank's part of them."""
-    fabric, strategy = launched(mesh)
+    fabric, strategy = launched(mesh, **options)
     actor = Actor(tiny_model("qwen3_moe"), tokenizer=char_tokenizer())
     fabric.setup_module(actor)
-    own = split(count, strategy.layout("actor").data_size, strategy.data_rank("actor"))
+    own = split(count, strategy.layout("rollout").data_size, strategy.data_rank("rollout"))
     sampling = SamplingParams(n=2, max_new_tokens=8, stop_token_ids=tuple(range(30, 70)))
     with strategy.rollout(actor) as engine:
         return list(own), engine.generate([PROMPTS[i] for i in own], sampling, step=3, prompt_indices=list(own))
 
 
 @pytest.mark.parametrize(
-    ("ranks", "mesh", "count"),
-    [(2, (1, 1, 1, 2), 3), (2, (1, 1, 1, 2), 1), (4, (1, 2, 1, 2), 3), (4, (2, 1, 1, 2), 3)],
-    ids=["expert2", "a-rank-without-prompts", "expert2xtensor2", "data2xexpert2"],
+    ("ranks", "mesh", "count", "options"),
+    [
+        (2, (1, 1, 1, 2), 3, {}),
+        (2, (1, 1, 1, 2), 1, {}),
+        (2, (1, 1, 1, 2), 3, {"enable_3d_hybrid": False}),
+        (4, (2, 1, 1, 2), 3, {"hybrid_engine_config": {"rollout_tp": 2}}),
+        (4, (1, 2, 1, 2), 3, {"hybrid_engine_config": {"rollout_tp": 1}}),
+        (4, (4, 1, 1, 1), 3, {"hybrid_engine_config": {"rollout_tp": 2}}),
+    ],
+    ids=["expert2", "a-rank-without-prompts", "gathered", "data2-to-tensor2", "tensor2-to-data2", "data4-to-tensor2"],
 )
-def test_rollouts_equal_those_of_one_process(ranks: int, mesh: Any, count: int) -> None:
+def test_rollouts_equal_those_of_one_process(ranks: int, mesh: Any, count: int, options: Any) -> None:
     """Responses end at different steps (40 of 128 tokens stop them), on different ranks."""
     _, whole = rollout(None, count)
     assert count == 1 or len(set(whole.lengths.tolist())) > 1
     seen = set()
-    for own, part in run_ranks(rollout, ranks, mesh, count):
+    for own, part in run_ranks(rollout, ranks, mesh, count, **options):
         rows = [2 * i + sample for i in own for sample in range(2)]
         seen |= set(rows)
         width = part.response_ids.shape[1]

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from lightning_verl.data.sharding import rollout_rows
-from lightning_verl.strategies.layout import RoleLayout, check_config, resolve_layouts
+from lightning_verl.strategies.layout import (
+    RoleLayout,
+    check_config,
+    resolve_layouts,
+    rollout_layout,
+    vocabulary_layout,
+)
 from lightning_verl.strategies.mesh import DeviceMesh
 
 SCRIPT = {"actor": {"tp": 2, "dp": 2}, "critic": {"tp": 1, "dp": 4}, "reward": {"dp": 1}}
@@ -27,7 +33,14 @@ def test_the_four_process_script() -> None:
     layouts = resolve(4, (2, 2, 1, 1), SCRIPT, {"rollout_tp": 2, "offload_to_cpu": False})
     sizes = {role: (layout.replicas, layout.shards, layout.tensor) for role, layout in layouts.items()}
     # The reference is left out and takes the mesh's numbers; reward {"dp": 1} is one whole copy on each rank.
-    assert sizes == {"actor": (1, 2, 2), "critic": (1, 4, 1), "reference": (1, 2, 2), "reward": (4, 1, 1)}
+    # Generating, the actor lies as two copies, each cut over two ranks.
+    assert sizes == {
+        "actor": (1, 2, 2),
+        "critic": (1, 4, 1),
+        "reference": (1, 2, 2),
+        "reward": (4, 1, 1),
+        "rollout": (2, 1, 2),
+    }
 
 
 def test_whole_meshes_replicate_along_data() -> None:
@@ -114,16 +127,62 @@ def test_lines_of_a_grid_with_an_expert_axis() -> None:
 def test_the_expert_axis_of_the_mesh_and_of_a_role() -> None:
     layouts = resolve(8, (2, 2, 1, 2), {"critic": {"dp": 4, "tp": 2}, "reward": {"ep": 4, "tp": 2}})
     sizes = {role: (layout.shards, layout.tensor, layout.expert) for role, layout in layouts.items()}
-    assert sizes == {"actor": (2, 2, 2), "critic": (4, 2, 1), "reference": (2, 2, 2), "reward": (1, 2, 4)}
+    assert sizes == {
+        "actor": (2, 2, 2),
+        "critic": (4, 2, 1),
+        "reference": (2, 2, 2),
+        "reward": (1, 2, 4),
+        "rollout": (1, 2, 2),
+    }
     with pytest.raises(ValueError, match=r"dp x tp x ep = 2 x 1 x 3 = 6 does not equal"):
         resolve(4, None, {"actor": {"dp": 2, "ep": 3}})
+
+
+def test_the_rollout_layout_keeps_ranks_where_their_shards_are() -> None:
+    # fsdp 4 -> tensor 2: chunks 0 and 1 lie in rollout shard 0, chunks 2 and 3 in shard 1; a copy takes one
+    # rank of each.
+    layout = rollout_layout(RoleLayout("actor", 1, 4, 1, (0, 1, 2, 3)), 2)
+    assert (layout.replicas, layout.tensor, layout.lines("tensor")) == (2, 2, [[0, 2], [1, 3]])
+    # fsdp 2 x tensor 2 -> tensor 4: rank 2s + t holds chunk 2t + s of what the tensor axis cuts.
+    actor = RoleLayout("actor", 1, 2, 2, (0, 1, 2, 3))
+    layout = rollout_layout(actor, 4)
+    assert layout.ranks == (0, 2, 1, 3)
+    # The vocabulary is cut over shards only: shard s has half s, so ranks 0 and 1 share out the first half.
+    assert vocabulary_layout(actor, layout).ranks == (0, 1, 2, 3)
+    # Two replicas of fsdp 2 -> tensor 4: each pair of replicas divides the chunk that both hold.
+    assert rollout_layout(RoleLayout("actor", 2, 2, 1, (0, 1, 2, 3)), 4).ranks == (0, 2, 1, 3)
+
+
+@pytest.mark.parametrize("expert", [1, 2])
+def test_a_rollout_as_wide_as_the_update_moves_no_rows(expert: int) -> None:
+    for replicas, shards, tensor in product((1, 2, 3), repeat=3):
+        size = replicas * shards * tensor * expert
+        actor = RoleLayout("actor", replicas, shards, tensor, tuple(range(size)), expert)
+        rollout = rollout_layout(actor, tensor)
+        assert rollout.ranks == actor.ranks
+        assert rollout.data_size == actor.data_size
+
+
+def test_expert_ranks_of_a_rollout_ascend() -> None:
+    """Groups of the rollout are sorted, and tokens go to the expert rank that has the number in the group."""
+    for replicas, shards, tensor, rollout_tensor in product((1, 2), (1, 2, 4), (1, 2), (1, 2, 4)):
+        ranks = tuple(range(replicas * shards * tensor * 2))
+        if len(ranks) // 2 % rollout_tensor == 0:
+            rollout = rollout_layout(RoleLayout("actor", replicas, shards, tensor, ranks, 2), rollout_tensor)
+            for line in rollout.lines("expert"):
+                assert line == sorted(line)
+
+
+def test_a_rollout_that_does_not_divide_the_ranks_says_so() -> None:
+    with pytest.raises(ValueError, match=r"rollout_tp=3 does not divide the actor's 4 ranks; choose a divisor of 4"):
+        rollout_layout(RoleLayout("actor", 1, 4, 1, (0, 1, 2, 3)), 3)
 
 
 def test_the_engine_agrees_with_the_actor() -> None:
     with pytest.raises(ValueError, match=r"update_dp=4 differs from the actor's dp=2"):
         resolve(4, (2, 2, 1, 1), None, {"update_dp": 4})
-    with pytest.raises(ValueError, match=r"rollout_tp=4 differs from the actor's tp=2.*not supported yet"):
-        resolve(4, (2, 2, 1, 1), None, {"rollout_tp": 4})
+    with pytest.raises(ValueError, match=r"rollout_tp=2 with enable_3d_hybrid=False"):
+        check_config({}, {"rollout_tp": 2}, enable_3d_hybrid=False)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +195,7 @@ def test_the_engine_agrees_with_the_actor() -> None:
         ({"actor": {"ep": 0}}, {}, r"ep=0; it takes a whole number of at least 1"),
         ({"reward": {"dp": 1, "ranks": [3]}}, {}, r"ranks=\[3\]; roles on ranks of their own are not supported yet"),
         ({}, {"rollout_dp": 2}, r"unknown key 'rollout_dp'.*Did you mean 'rollout_tp'"),
-        ({}, {"offload_to_cpu": True}, r"offload_to_cpu=True, which is not supported yet"),
+        ({}, {"offload_to_cpu": 1}, r"offload_to_cpu=1; it takes True or False"),
     ],
 )
 def test_names_and_values_are_checked_without_ranks(config: Any, engine: Any, message: str) -> None:
