@@ -248,6 +248,12 @@ def test_experts_train_alike_on_every_layout(experts_alone: Any, ranks: int, mes
         assert_equal_updates(made, experts_alone)
 
 
+def test_the_expert_axis_is_a_data_axis_for_a_model_without_experts(alone: Any) -> None:
+    cases = [("qwen3", "grpo", TWO_CUTS)]
+    for made in run_ranks(updates, 2, {}, (1, 1, 1, 2), cases):
+        assert_equal_updates(made, expected_for(alone, cases))
+
+
 def test_adapters_train_alike_beside_divided_experts() -> None:
     targets = {**LORA["lora_config"], "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
     cases = [("qwen3_moe", "ppo", TWO_CUTS)]
