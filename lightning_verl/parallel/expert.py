@@ -97,8 +97,15 @@ def check_experts(module: nn.Module, expert: int, tensor: int, shards: int) -> N
             )
 
 
-def cut_experts(module: nn.Module, axes: ExpertAxes) -> None:
-    """Divide the experts of a role and let them dispatch, in place. Every rank must hold the same weights."""
+def cut_experts(module: nn.Module, axes: ExpertAxes | None) -> None:
+    """Divide the experts of a role and let them dispatch, in place. Every rank must hold the same weights.
+
+    Args:
+        module: The role.
+        axes: Where its experts lie; None: they stay whole.
+    """
+    if axes is None:
+        return
     index = 0
     for size, coordinate in zip(axes.cut.shape, axes.cut.get_coordinate() or (), strict=True):
         index = index * size + coordinate
@@ -110,14 +117,16 @@ def cut_experts(module: nn.Module, axes: ExpertAxes) -> None:
         dispatch_experts(experts, axes.expert, axes.tensor)
 
 
-def shard_experts(module: nn.Module, axes: ExpertAxes, policy: MixedPrecisionPolicy) -> None:
+def shard_experts(module: nn.Module, axes: ExpertAxes | None, policy: MixedPrecisionPolicy) -> None:
     """Make each module of divided experts an FSDP2 unit of its own, in place; before the layers around it.
 
     Args:
         module: The role.
-        axes: Where its experts lie.
+        axes: Where its experts lie; None: they stay in the units of their layers.
         policy: The role's mixed-precision policy. Routing weights keep their dtype, as inside an uncut layer.
     """
+    if axes is None:
+        return
     policy = dataclasses.replace(policy, cast_forward_inputs=False)
     shards = axes.shard.size(axes.shard.ndim - 1)
 

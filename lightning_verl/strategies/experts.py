@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
-from lightning_verl.parallel.expert import ExpertAxes
+from lightning_verl.parallel.expert import ExpertAxes, expert_modules
 from lightning_verl.strategies.groups import GroupRegistry
 from lightning_verl.strategies.layout import RoleLayout
 
@@ -42,6 +44,17 @@ def expert_axes(layout: RoleLayout, mesh: TorchDeviceMesh, groups: GroupRegistry
         expert=groups.get(layout, "expert"),
         tensor=tensor,
     )
+
+
+def step_group(module: nn.Module, layout: RoleLayout, groups: GroupRegistry) -> dist.ProcessGroup | None:
+    """The ranks that take each step of a rollout together, because experts are divided over them; None without such.
+
+    Args:
+        module: The actor.
+        layout: The layout that it generates in.
+        groups: Where groups come from.
+    """
+    return groups.get(layout, "expert") if layout.expert > 1 and expert_modules(module) else None
 
 
 def _fsdp_axes(layout: RoleLayout, replicate: str, shard: str) -> tuple[str, ...]:

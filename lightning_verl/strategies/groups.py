@@ -27,15 +27,17 @@ OPERATIONS = {
 
 ``gather``: FSDP2's parameter all-gather. ``reduce``: its gradient reduce-scatter. ``replicate``: the gradient
 all-reduce over whole copies. ``tensor``: the reductions inside cut matrices. ``scores``: loss normalisers, statistics
-and scores. ``reshard``: weights on their way from the update layout to the rollout layout. Only where there is an
-expert axis, ``expert``: tokens to and from experts; ``expert_gather`` and ``expert_reduce``: what ``gather`` and
-``reduce`` are, for experts.
+and scores. ``reshard``: the actor's weights on their way from its update layout to its rollout layout. ``expert``:
+tokens to and from experts. ``expert_gather`` and ``expert_reduce``: what ``gather`` and ``reduce`` are, for experts.
 """
 
+EXPERT_OPERATIONS = ("expert", "expert_gather", "expert_reduce")
+"""Those that only a layout with an expert axis has."""
 
-def operations(layout: RoleLayout) -> dict[str, str]:
-    """The part of ``OPERATIONS`` that a layout needs."""
-    return {name: axis for name, axis in OPERATIONS.items() if layout.expert > 1 or not name.startswith("expert")}
+
+def operations_of(role: str) -> dict[str, str]:
+    """The operations that a role may have, and their axes: only the actor is ever resharded."""
+    return {operation: axis for operation, axis in OPERATIONS.items() if operation != "reshard" or role == "actor"}
 
 
 class NCCLGroupManager:

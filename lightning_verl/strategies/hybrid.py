@@ -21,19 +21,20 @@ from typing_extensions import override
 
 from lightning_verl.models.compat import check_versions
 from lightning_verl.parallel.checkpointing import ActivationCheckpointing, apply_activation_checkpointing
-from lightning_verl.parallel.expert import ExpertAxes, check_experts, cut_experts, expert_modules, shard_experts
+from lightning_verl.parallel.expert import ExpertAxes, check_experts, cut_experts, shard_experts
 from lightning_verl.parallel.fsdp import apply_fsdp, gathered, no_gradient_sync, reshard
 from lightning_verl.parallel.tensor import apply_tensor_parallel, models_to_cut
 from lightning_verl.resharding.executor import BUCKET_BYTES, ReshardReport
 from lightning_verl.strategies import checkpoint
 from lightning_verl.strategies.clipping import clip_by_true_norm
 from lightning_verl.strategies.engine import HybridEngine, LentEngine
-from lightning_verl.strategies.experts import expert_axes
+from lightning_verl.strategies.experts import expert_axes, step_group
 from lightning_verl.strategies.groups import DEFAULT_TIMEOUT, GroupRegistry
 from lightning_verl.strategies.layout import ROLES, RoleLayout, check_config, check_names, is_trainable, resolve_layouts
 from lightning_verl.strategies.mesh import DeviceMesh
 from lightning_verl.strategies.offload import OffloadReport, StateOffload
 from lightning_verl.strategies.precision import HybridPrecision
+from lightning_verl.strategies.watchdog import NCCLMonitor, PhaseBoard
 
 
 class _SyncControl(_BackwardSyncControl):
@@ -52,8 +53,7 @@ class HybridStrategy(ModelParallelStrategy):
     Args:
         mesh_shape: Ranks of the axes (data, tensor, pipeline, expert), or a ``DeviceMesh``. None: data = world.
         parallelism_config: Sizes of single roles, such as ``{"actor": {"dp": 2, "tp": 2}}``; keys ``dp`` (shards),
-            ``tp``, ``ep`` (experts are divided over them), ``replicate`` (fill the mesh with copies). A role that is
-            left out takes the mesh's numbers.
+            ``tp``, ``ep`` (divides experts), ``replicate`` (fill the mesh with copies). One left out takes the mesh's.
         hybrid_engine_config: ``rollout_tp``, the ranks that cut the actor while it generates (None: the actor's
             ``tp``); ``update_dp``, which must agree with the actor's entry; ``offload_to_cpu``, to keep optimizer
             states and gradients in host memory during rollouts.
@@ -91,6 +91,7 @@ class HybridStrategy(ModelParallelStrategy):
             parallelize_fn=lambda module, mesh: module, process_group_backend=process_group_backend, timeout=timeout
         )
         self.mesh = None if mesh_shape is None else DeviceMesh.of(mesh_shape)
+        self.timeout = timeout
         self.activation_checkpointing = activation_checkpointing
         self.defer_gradient_sync = defer_gradient_sync
         self.enable_3d_hybrid = enable_3d_hybrid
@@ -109,6 +110,8 @@ class HybridStrategy(ModelParallelStrategy):
         self._role_of_parameter: dict[int, str] = {}
         self._versions: dict[str, int] = {}
         self._backward_sync_control = _SyncControl()
+        self._board = PhaseBoard(self)
+        self._monitor: NCCLMonitor | None = None
 
     # ---- environment -------------------------------------------------------------------------------------------------
 
@@ -140,6 +143,9 @@ class HybridStrategy(ModelParallelStrategy):
             self.accelerator.setup_device(self.root_device)
         if self.world_size > 1:
             self._setup_distributed()
+            if self._board.on_nccl and self._monitor is None:
+                self._monitor = NCCLMonitor(self._board)
+                self._monitor.start()
         elif self.is_distributed and not dist.is_initialized():
             backend = self._get_process_group_backend()
             device_id = self.root_device if self.root_device.type == "cuda" else None
@@ -219,6 +225,15 @@ class HybridStrategy(ModelParallelStrategy):
         """Whether a group was put in place for a role's operation."""
         return self._groups.has(role, operation)
 
+    def phase(self, role: str, name: str) -> AbstractContextManager[None]:
+        """A context for what a role does together; where a collective in it fails, the error names the missing ranks.
+
+        Args:
+            role: Whose phase, or several roles' in words.
+            name: What they do, such as ``"update"``.
+        """
+        return self._board.phase(role, name)
+
     def role_mesh(self, role: str) -> TorchDeviceMesh:
         """The torch mesh of a role: axes ``<role>_replicate``, ``<role>_shard``, ``<role>_tensor``.
 
@@ -271,7 +286,8 @@ class HybridStrategy(ModelParallelStrategy):
         if not is_trainable(module, role):
             module.requires_grad_(False)
         if next(module.parameters(), None) is not None:
-            self._parallelize(module, role)
+            with self.phase(role, "set-up"):
+                self._parallelize(module, role)
         self._roles[role] = module
         self._versions.setdefault(role, 0)
         self._role_of_parameter.update((id(parameter), role) for parameter in module.parameters())
@@ -289,19 +305,16 @@ class HybridStrategy(ModelParallelStrategy):
             apply_activation_checkpointing(module, mode or self.activation_checkpointing)
             return
         mesh = self.role_mesh(role)
-        experts = self._expert_axes[role]
         self._copy_from_first_rank(module, layout)
         for model in models:
             apply_tensor_parallel(model, mesh[f"{role}_tensor"])
-        if experts is not None:
-            cut_experts(module, experts)
+        cut_experts(module, self._expert_axes[role])
         apply_activation_checkpointing(module, mode or self.activation_checkpointing)
         if layout.data_size > 1 or self.hybrid_precision.needs_policy or self.root_device.type == "cuda":
             axes = (f"{role}_replicate", f"{role}_shard") if layout.replicas > 1 else (f"{role}_shard",)
             dims = engine.aligned_dims() if engine else {}
             policy, reduce = self.hybrid_precision.policy(), self._groups.get(layout, "reduce")
-            if experts is not None:
-                shard_experts(module, experts, policy)
+            shard_experts(module, self._expert_axes[role], policy)
             apply_fsdp(module, mesh[axes], policy, reduce, dims)
 
     def _make_engine(self, module: Any, role: str) -> HybridEngine | None:
@@ -401,19 +414,14 @@ class HybridStrategy(ModelParallelStrategy):
             if self._offload is not None:
                 self._offload.free()
             engine.load_weights((), self.weight_version(role))
-            engine.step_group = self._step_group(module)
+            generating = self.layout("actor" if self._hybrid_engine is None else "rollout")
+            engine.step_group = step_group(module, generating, self._groups)
             lent = LentEngine(engine, lambda: self.weight_version(role))
             try:
                 yield lent
             finally:
                 lent.take_back()
                 engine.release()
-
-    def _step_group(self, module: nn.Module) -> dist.ProcessGroup | None:
-        """The ranks that take each step of a rollout together: those that the experts are divided over."""
-        role = "actor" if self._hybrid_engine is None else "rollout"
-        divided = self.layout(role).expert > 1 and expert_modules(module)
-        return self.group(role, "expert") if divided else None
 
     @contextmanager
     def _states_away(self) -> Iterator[None]:
@@ -463,7 +471,8 @@ class HybridStrategy(ModelParallelStrategy):
             raise TypeError("HybridStrategy.save_checkpoint takes neither storage_options nor filter; leave them out.")
         self._wait_for_states()
         versions = {**self._versions}
-        checkpoint.save(Path(self.broadcast(path)), {**state, "weight_versions": versions}, self.role_of_optimizer)
+        with self.phase("all roles", "save"):
+            checkpoint.save(Path(self.broadcast(path)), {**state, "weight_versions": versions}, self.role_of_optimizer)
 
     @override
     def load_checkpoint(
@@ -476,12 +485,15 @@ class HybridStrategy(ModelParallelStrategy):
                 f"used at "
                 "saving, such as {'actor': actor}."
             )
-        rest = checkpoint.load(Path(self.broadcast(path)), state, self.role_of_optimizer, strict)
+        with self.phase("all roles", "load"):
+            rest = checkpoint.load(Path(self.broadcast(path)), state, self.role_of_optimizer, strict)
         self._versions.update(rest.pop("weight_versions", {}))
         return rest
 
     @override
     def teardown(self) -> None:
         """Leave the process group. Fabric itself never calls this; scripts that end their process need not either."""
+        if self._monitor is not None:
+            self._monitor.stop()
         if dist.is_initialized():
             dist.destroy_process_group()
