@@ -35,7 +35,7 @@ class ExpertAxes:
     """The axes that experts are divided over: (expert), (tensor) or (expert, tensor)."""
     shard: DeviceMesh
     """What FSDP2 cuts each part over: ``(shard,)`` or ``(replicate, shard)``."""
-    reduce: dist.ProcessGroup
+    reduce: dist.ProcessGroup | None
     """The group for their gradient reduce-scatter."""
     expert: dist.ProcessGroup | None
     """Ranks with other rows, which tokens are exchanged with; None: they are not."""
@@ -135,7 +135,8 @@ def shard_experts(module: nn.Module, axes: ExpertAxes | None, policy: MixedPreci
 
     for experts in expert_modules(module):
         fully_shard(experts, mesh=axes.shard, mp_policy=policy, reshard_after_forward=True, shard_placement_fn=place)
-        use_reduce_group([experts], axes.shard, axes.reduce)  # type: ignore[list-item]
+        if axes.reduce is not None:
+            use_reduce_group([experts], axes.shard, axes.reduce)  # type: ignore[list-item]
 
 
 def _shard_dim(parameter: Tensor, parts: int, shards: int) -> int | None:

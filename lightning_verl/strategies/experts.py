@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
 
-from lightning_verl.parallel.expert import ExpertAxes, expert_modules
+from lightning_verl.parallel.expert import ExpertAxes
 from lightning_verl.strategies.groups import GroupRegistry
 from lightning_verl.strategies.layout import RoleLayout
 
@@ -21,7 +19,7 @@ def expert_axes(layout: RoleLayout, mesh: TorchDeviceMesh, groups: GroupRegistry
     Args:
         layout: The role's layout.
         mesh: The role's mesh, see ``HybridStrategy.role_mesh``.
-        groups: Where groups come from.
+        groups: Where groups come from; this rank has a part of the role.
     """
     role = layout.role
     tensor = groups.get(layout, "tensor") if layout.tensor > 1 else None
@@ -31,8 +29,9 @@ def expert_axes(layout: RoleLayout, mesh: TorchDeviceMesh, groups: GroupRegistry
         shard = mesh[_fsdp_axes(layout, f"{role}_replicate", f"{role}_shard")]
         return ExpertAxes(mesh[f"{role}_tensor"], shard, groups.get(layout, "reduce"), None, tensor)
     names = tuple(f"{role}_{axis}" for axis in ("expert_replicate", "expert_shard", "expert", "expert_tensor"))
+    operations = ("replicate", "expert_gather", "expert", "tensor")
     axes = TorchDeviceMesh.from_group(
-        [groups.get(layout, operation) for operation in ("replicate", "expert_gather", "expert", "tensor")],
+        [group for name in operations if (group := groups.get(layout, name)) is not None],
         mesh.device_type,
         mesh=torch.tensor(layout.ranks).view(layout.replicas, layout.shards, layout.expert, layout.tensor),
         mesh_dim_names=names,
@@ -44,17 +43,6 @@ def expert_axes(layout: RoleLayout, mesh: TorchDeviceMesh, groups: GroupRegistry
         expert=groups.get(layout, "expert"),
         tensor=tensor,
     )
-
-
-def step_group(module: nn.Module, layout: RoleLayout, groups: GroupRegistry) -> dist.ProcessGroup | None:
-    """The ranks that take each step of a rollout together, because experts are divided over them; None without such.
-
-    Args:
-        module: The actor.
-        layout: The layout that it generates in.
-        groups: Where groups come from.
-    """
-    return groups.get(layout, "expert") if layout.expert > 1 and expert_modules(module) else None
 
 
 def _fsdp_axes(layout: RoleLayout, replicate: str, shard: str) -> tuple[str, ...]:
