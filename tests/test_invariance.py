@@ -218,17 +218,62 @@ def test_adapters_train_alike_on_every_layout(ranks: int, mesh: Any) -> None:
         assert_equal_updates(made, expected)
 
 
-def test_ranks_without_rows_take_part() -> None:
+@pytest.fixture(scope="module")
+def experts_alone() -> list[tuple[Steps, dict[str, float]]]:
+    """The update of a model with experts on one process."""
+    return updates({}, None, [("qwen3_moe", "ppo", EVERYTHING)])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "options"),
+    [
+        (2, (1, 1, 1, 2), {}),
+        (2, (1, 2, 1, 1), {}),
+        (4, (1, 1, 1, 4), {"activation_checkpointing": ["mlp.experts"]}),
+        (4, (2, 1, 1, 2), {"activation_checkpointing": "full"}),
+        (4, (1, 2, 1, 2), {}),
+        (4, (1, 1, 1, 2), {"activation_checkpointing": "selective", "defer_gradient_sync": True}),
+    ],
+    ids=[
+        "expert2",
+        "tensor2",
+        "expert4-listed",
+        "data2xexpert2-full",
+        "expert2xtensor2",
+        "replicas2xexpert2-selective",
+    ],
+)
+def test_experts_train_alike_on_every_layout(experts_alone: Any, ranks: int, mesh: Any, options: Any) -> None:
+    for made in run_ranks(updates, ranks, {}, mesh, [("qwen3_moe", "ppo", TWO_CUTS)], **options):
+        assert_equal_updates(made, experts_alone)
+
+
+def test_the_expert_axis_is_a_data_axis_for_a_model_without_experts(alone: Any) -> None:
+    cases = [("qwen3", "grpo", TWO_CUTS)]
+    for made in run_ranks(updates, 2, {}, (1, 1, 1, 2), cases):
+        assert_equal_updates(made, expected_for(alone, cases))
+
+
+def test_adapters_train_alike_beside_divided_experts() -> None:
+    targets = {**LORA["lora_config"], "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+    cases = [("qwen3_moe", "ppo", TWO_CUTS)]
+    expected = updates({}, None, cases, {"lora_config": targets})
+    for made in run_ranks(updates, 2, {}, (1, 1, 1, 2), cases, {"lora_config": targets}):
+        assert_equal_updates(made, expected)
+
+
+@pytest.mark.parametrize(("family", "mesh"), [("qwen3", None), ("qwen3_moe", (1, 1, 1, 4))])
+def test_ranks_without_rows_take_part(family: Any, mesh: Any) -> None:
     """One prompt on four ranks leaves three of them without a row."""
-    for made in run_ranks(single_prompt_updates, 4):
-        assert_equal_updates([made], [single_prompt_updates()])
+    for made in run_ranks(single_prompt_updates, 4, family, mesh):
+        assert_equal_updates([made], [single_prompt_updates(family, None)])
 
 
-def single_prompt_updates() -> tuple[Steps, dict[str, float]]:
-    strategy = HybridStrategy()
+def single_prompt_updates(family: Any, mesh: Any) -> tuple[Steps, dict[str, float]]:
+    strategy = HybridStrategy(mesh)
     fabric = Fabric(accelerator="cpu", strategy=strategy)
     fabric.launch()
-    flow = HybridDataFlow(SGDActor(tiny_model("qwen3")), max_grad_norm=1e9)
+    flow = HybridDataFlow(SGDActor(tiny_model(family)), max_grad_norm=1e9)
     flow.setup(fabric)
     flow.setup_optimizers()
     before = whole(flow.modules["actor"])

@@ -39,9 +39,9 @@ class NCCLGroupIsolation:
 
     Without it, roles share one group an axis: the critic's gradient reduction waits until the parameter gathers that
     the actor has queued on the same communicator are through. Groups are made for parameter gathers, gradient
-    reduction, replicas, cut matrices and scores, of each role, and for resharding the actor, wherever they have more
-    than one rank; those of roles that are never set up stay unused. Works with gloo too. One CPU process has no groups
-    and needs none.
+    reduction, replicas, cut matrices, experts and scores, of each role, and for resharding the actor, wherever they
+    have more than one rank; those of roles that are never set up stay unused. Works with gloo too. One CPU process has
+    no groups and needs none.
 
     What it does not lift: ranks must still issue their collectives in one common order, over all groups.
 
@@ -104,7 +104,7 @@ class NCCLGroupIsolation:
         groups: dict[tuple[str, str], dist.ProcessGroup | None] = {}
         for role in ROLES:
             layout = strategy.layout(role)
-            for operation, axis in operations_of(role).items():
+            for operation, axis in operations_of(role, experts=layout.expert > 1).items():
                 if strategy.has_group(role, operation):
                     continue  # the user's own, such as RLTrainer(grad_sync_groups=...)
                 for line in layout.lines(axis):

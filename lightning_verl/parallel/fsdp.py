@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,7 +64,7 @@ def apply_fsdp(
         dims: The dim to cut, by a parameter's name in the role; 0 for those left out, and where the dim does not
             divide evenly (FSDP2 wants that of any other dim than 0).
     """
-    units: list[nn.Module] = [*decoder_layers(module), module]
+    units: list[Any] = [*decoder_layers(module), module]
     for unit in units:
         # Anew for each unit: the parameters of those before are gone, and others may have taken their ids.
         wanted = {id(p): dims[name] for name, p in module.named_parameters() if name in dims} if dims else {}
@@ -79,9 +80,15 @@ def apply_fsdp(
     for method in ("_hybrid_touch", "score"):
         if hasattr(module, method):
             register_fsdp_forward_method(module, method)
-    if reduce is not mesh.get_group(mesh.ndim - 1):
-        for sharded in fsdp_units(module):
-            sharded.set_custom_reduce_scatter(GroupReduceScatter(reduce))
+    use_reduce_group(units, mesh, reduce)
+
+
+def use_reduce_group(units: Iterable[FSDPModule], mesh: DeviceMesh, reduce: dist.ProcessGroup) -> None:
+    """Let units reduce their gradients on a group of their own, where it is not the mesh's."""
+    if reduce is mesh.get_group(mesh.ndim - 1):
+        return
+    for unit in units:
+        unit.set_custom_reduce_scatter(GroupReduceScatter(reduce))
 
 
 def _touch(nothing: None) -> None:

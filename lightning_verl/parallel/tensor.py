@@ -1,7 +1,8 @@
 """Dense tensor parallelism from the plan data in transformers' configs, applied with torch's public styles.
 
 The plans are stable data; transformers' own functions that apply them change from release to release and untie the
-head. Embeddings and the output head stay whole on every rank: their inputs and gradients are equal there.
+head. Embeddings and the output head stay whole on every rank: their inputs and gradients are equal there. Packed
+experts are not cut here but divided as wholes, by ``parallel.expert``.
 """
 
 from __future__ import annotations
@@ -17,23 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import PreTrainedModel
 
+from lightning_verl.parallel.collectives import SumGradient
+from lightning_verl.parallel.expert import expert_modules
+
 _CUT_STYLES = ("colwise", "rowwise")
 _SUMMED_STYLE = "replicated_with_grad_allreduce"
-
-
-class _SumGradient(torch.autograd.Function):
-    """Identity whose gradient is summed over a group."""
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group  # type: ignore[attr-defined]
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
-        gradient = gradients[0].contiguous().clone()
-        dist.all_reduce(gradient, group=ctx.group)  # type: ignore[attr-defined]
-        return gradient, None
 
 
 def models_to_cut(module: nn.Module, tensor: int) -> list[PreTrainedModel]:
@@ -112,14 +101,23 @@ def planned_styles(model: PreTrainedModel) -> list[tuple[nn.Module, str]]:
     plan = _plan(model)
     found = []
     for name, module in model.base_model.named_modules():
-        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        style = plan.get(_pattern(name))
         if style is not None:
             found.append((module, style))
     return found
 
 
 def _plan(model: PreTrainedModel) -> dict[str, str]:
-    return dict(getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {})
+    """The model's plan without its entries for packed experts."""
+    plan = dict(getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {})
+    found = expert_modules(model)
+    packed = {_pattern(name) for name, module in model.base_model.named_modules() if module in found}
+    return {name: style for name, style in plan.items() if not {name, name.rpartition(".")[0]} & packed}
+
+
+def _pattern(name: str) -> str:
+    """A module's name as plans write it: ``*`` for a layer's number."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def _cut(module: nn.Module, mesh: DeviceMesh, style: str) -> None:
@@ -142,7 +140,7 @@ def _sum_weight_gradient(module: nn.Module, group: dist.ProcessGroup) -> None:
     plain._parameters = dict(module._parameters)
 
     def forward(hidden: Tensor) -> Tensor:
-        weight = _SumGradient.apply(module.weight, group)  # type: ignore[no-untyped-call]
+        weight = SumGradient.apply(module.weight, group)  # type: ignore[no-untyped-call]
         return torch.func.functional_call(plain, {"weight": weight}, (hidden,))  # type: ignore[no-any-return]
 
     module.forward = forward

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import (
     GenerationConfig,
@@ -43,6 +44,8 @@ class TransformersEngine:
         pad_token_id: Fills the left of short prompts, which the attention mask hides, and the right of short responses.
         eos_token_ids: The model's end tokens; may be empty, and may hold ``pad_token_id``.
         tokenizer: Decodes responses, for stop strings only.
+        step_group: Ranks that must take equally many steps, because a step of the model is a collective call of theirs
+            (experts divided over ranks). Each must call ``generate`` with prompts of its own, or without any.
 
     Raises:
         ValueError: The model is not a decoder that can generate.
@@ -55,6 +58,7 @@ class TransformersEngine:
         pad_token_id: int,
         eos_token_ids: Sequence[int],
         tokenizer: Decoder | None = None,
+        step_group: dist.ProcessGroup | None = None,
     ) -> None:
         if model.config.is_encoder_decoder or not model.can_generate():
             raise ValueError(
@@ -65,6 +69,7 @@ class TransformersEngine:
         self.pad_token_id = pad_token_id
         self.eos_token_ids = tuple(eos_token_ids)
         self.tokenizer = tokenizer
+        self.step_group = step_group
         self.weight_version = 0
 
     def generate(
@@ -89,16 +94,20 @@ class TransformersEngine:
         Raises:
             ValueError: A prompt is empty or leaves too little room for ``max_new_tokens``, the indices do not match the
                 prompts, or there are stop strings but no tokenizer.
+            RuntimeError: Such an error on another rank of ``step_group``.
         """
         sampling = sampling or SamplingParams()
         token_lists = prompts.token_lists() if isinstance(prompts, PromptBatch) else [list(row) for row in prompts]
         device = next(self.model.parameters()).device
-        indices = self._indices(prompts, prompt_indices).to(device)
         rule = StopRule(sampling, self.eos_token_ids, self.tokenizer)
-        self._check_lengths(token_lists, sampling)
+        with self._starting_together(device):
+            indices = self._indices(prompts, prompt_indices).to(device)
+            self._check_lengths(token_lists, sampling)
 
+        stopper = _Stopper(rule, rows=len(token_lists) * sampling.n, group=self.step_group)
+        if not token_lists and self.step_group is not None:  # a made-up row, which the stopper does not count
+            token_lists, indices = [[self.pad_token_id]], indices.new_zeros(1)
         sampler = _Sampler(sampling, sample_seeds(sampling.seed, step, indices, sampling.n))
-        stopper = _Stopper(rule, rows=len(token_lists) * sampling.n)
         if token_lists:
             self._run(token_lists, sampling, sampler, stopper, device)
         return self._collect(sampler, stopper, sampling.n, device)
@@ -122,6 +131,22 @@ class TransformersEngine:
 
     def release(self) -> None:
         """Nothing to give back: the key-value cache lives only inside :meth:`generate`."""
+
+    @contextmanager
+    def _starting_together(self, device: torch.device) -> Iterator[None]:
+        """Let an error of this rank stop the others of the step group too: they would wait for it in the first step."""
+        problem: ValueError | None = None
+        try:
+            yield
+        except ValueError as error:
+            problem = error
+        refused = torch.tensor([int(problem is not None)], device=device)
+        if self.step_group is not None:
+            dist.all_reduce(refused, group=self.step_group)
+        if problem is not None:
+            raise problem
+        if refused.item():
+            raise RuntimeError("TransformersEngine.generate: another rank of the step group refused its prompts.")
 
     def _indices(self, prompts: PromptBatch | Sequence[Sequence[int]], given: Sequence[int] | None) -> Tensor:
         if given is None:
@@ -210,16 +235,20 @@ class _Sampler(LogitsProcessor):
 
 
 class _Stopper(StoppingCriteria):
-    """Collects the responses and tells which have ended; generate goes on with a finished row, which is ignored."""
+    """Collects the responses and tells which have ended; generate goes on with a finished row, which is ignored.
 
-    def __init__(self, rule: StopRule, rows: int) -> None:
+    With a group no row ends before all rows of all its ranks have.
+    """
+
+    def __init__(self, rule: StopRule, rows: int, group: dist.ProcessGroup | None = None) -> None:
         self._rule = rule
+        self._group = group
         self._finished = [False] * rows
         self.responses: list[list[int]] = [[] for _ in range(rows)]
         self.reasons = [FinishReason.LENGTH] * rows
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        for row, token in enumerate(input_ids[:, -1].tolist()):
+        for row, token in zip(range(len(self._finished)), input_ids[:, -1].tolist(), strict=False):
             if self._finished[row]:
                 continue
             self.responses[row].append(token)
@@ -227,7 +256,11 @@ class _Stopper(StoppingCriteria):
             if reason is not None:
                 self._finished[row] = True
                 self.reasons[row] = reason
-        return torch.tensor(self._finished, device=input_ids.device)
+        if self._group is None:
+            return torch.tensor(self._finished, device=input_ids.device)
+        running = torch.tensor([self._finished.count(False)], device=input_ids.device)
+        dist.all_reduce(running, group=self._group)
+        return (running == 0).expand(len(input_ids))
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from lightning_verl.parallel.expert import check_experts, dispatch_experts, expert_modules
 from lightning_verl.parallel.rollout import RolloutCut, cut_forwards, rollout_cuts
 from lightning_verl.parallel.tensor import check_tensor_parallel
 from lightning_verl.resharding.executor import Move, Resharder, ReshardReport
@@ -47,6 +48,7 @@ class HybridEngine:
         self._rollout = strategy.layout("rollout")
         if self._rollout.tensor > 1:
             check_tensor_parallel(model, self._rollout.tensor)
+        check_experts(model, self._rollout.expert, self._rollout.tensor, shards=1)
         self._view = RolloutModule(model)
         self._cuts = rollout_cuts(self._view.module) if self._rollout.tensor > 1 else {}
         self._vocabulary = vocabulary_layout(strategy.layout("actor"), self._rollout)
@@ -54,10 +56,24 @@ class HybridEngine:
         if group is not None and self._rollout.tensor > 1:
             ranks = torch.distributed.get_process_group_ranks(group)
             cut_forwards(self._view.module, group, tuple(map(self._vocabulary.tensor_rank, ranks)))
+        self._experts = self._divide_experts()
         self._resharder: Resharder | None = None  # both are made on first use: only then is the model sharded
         self._sources: dict[str, nn.Parameter] = {}
         self.report: ReshardReport | None = None
         """What the last resharding cost."""
+
+    def _divide_experts(self) -> set[str]:
+        """Let the experts of the rollout module dispatch, where they are divided; the names of their parameters."""
+        layout, strategy = self._rollout, self._strategy
+        if layout.expert * layout.tensor == 1:
+            return set()
+        expert = strategy.group("rollout", "expert") if layout.expert > 1 else None
+        tensor = strategy.group("rollout", "tensor") if layout.tensor > 1 else None
+        divided = set()
+        for experts in expert_modules(self._view.module):
+            dispatch_experts(experts, expert, tensor, layout.tensor_rank(strategy.global_rank))
+            divided |= {id(parameter) for parameter in experts.parameters()}
+        return {name for name, parameter in self._view.module.named_parameters() if id(parameter) in divided}
 
     @property
     def module(self) -> PreTrainedModel:
@@ -98,6 +114,8 @@ class HybridEngine:
         """How every parameter gets from the update layout to where the rollout wants it."""
         adapters = self._view.adapters
         wanted = {name: self._target(self._cuts.get(name)) for name in self._view.shapes}
+        experts = TensorLayout(self._rollout.grid(experts=True), (Cut("expert", 0), Cut("expert_tensor", 0)))
+        wanted.update(dict.fromkeys(self._experts, experts))
         for adapter in adapters:  # the halves are cut as the weight is, so that each rank merges its part
             cut = self._cuts.get(adapter.weight)
             wanted[adapter.a] = self._target(cut if cut and cut.dim == 1 else None)
@@ -115,7 +133,7 @@ class HybridEngine:
     def _source(self, parameter: Tensor) -> TensorLayout:
         layout = self._strategy.layout("actor")
         whole, experts = layout.grid(), layout.grid(experts=True)
-        grids = {"": whole, **dict.fromkeys(whole.axes, whole), "expert_shard": experts, "expert": experts}
+        grids = {"": whole, **dict.fromkeys(whole.axes, whole), **dict.fromkeys(experts.axes, experts)}
         return layout_of(parameter, "actor", grids)
 
     def _target(self, cut: RolloutCut | None) -> TensorLayout:

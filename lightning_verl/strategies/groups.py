@@ -18,19 +18,31 @@ OPERATIONS = {
     "replicate": "replicate",
     "tensor": "tensor",
     "scores": "data",
+    "expert": "expert",
+    "expert_gather": "expert_shard",
+    "expert_reduce": "expert_shard",
     "reshard": "all",
 }
 """What a role communicates, and along which axis of its grid.
 
 ``gather``: FSDP2's parameter all-gather. ``reduce``: its gradient reduce-scatter. ``replicate``: the gradient
 all-reduce over whole copies. ``tensor``: the reductions inside cut matrices. ``scores``: loss normalisers, statistics
-and scores. ``reshard``: the actor's weights on their way from its update layout to its rollout layout.
+and scores. ``reshard``: the actor's weights on their way from its update layout to its rollout layout. ``expert``:
+tokens to and from experts. ``expert_gather`` and ``expert_reduce``: what ``gather`` and ``reduce`` are, for experts.
 """
 
 
-def operations_of(role: str) -> dict[str, str]:
-    """The operations that a role has, and their axes: only the actor is ever resharded."""
-    return {operation: axis for operation, axis in OPERATIONS.items() if operation != "reshard" or role == "actor"}
+def operations_of(role: str, experts: bool = True) -> dict[str, str]:
+    """The operations that a role has, and their axes: only the actor is ever resharded.
+
+    Args:
+        role: The role.
+        experts: Whether it has an expert axis.
+    """
+    unused = {"" if role == "actor" else "reshard"}
+    if not experts:
+        unused |= {"expert", "expert_gather", "expert_reduce"}
+    return {operation: axis for operation, axis in OPERATIONS.items() if operation not in unused}
 
 
 class NCCLGroupManager:

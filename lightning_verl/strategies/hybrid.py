@@ -21,11 +21,13 @@ from typing_extensions import override
 
 from lightning_verl.models.compat import check_versions
 from lightning_verl.parallel.checkpointing import ActivationCheckpointing, apply_activation_checkpointing
+from lightning_verl.parallel.expert import ExpertAxes, check_experts, cut_experts, shard_experts
 from lightning_verl.parallel.fsdp import apply_fsdp, no_gradient_sync, reshard
 from lightning_verl.parallel.tensor import apply_tensor_parallel, models_to_cut
 from lightning_verl.resharding.executor import BUCKET_BYTES, ReshardReport
 from lightning_verl.strategies import checkpoint
 from lightning_verl.strategies.clipping import clip_by_true_norm
+from lightning_verl.strategies.experts import expert_axes
 from lightning_verl.strategies.groups import DEFAULT_TIMEOUT, GroupRegistry, operations_of
 from lightning_verl.strategies.layout import ROLES, RoleLayout, check_config, check_names, is_trainable, resolve_layouts
 from lightning_verl.strategies.mesh import DeviceMesh
@@ -51,8 +53,8 @@ class HybridStrategy(ModelParallelStrategy):
     Args:
         mesh_shape: Ranks of the axes (data, tensor, pipeline, expert), or a ``DeviceMesh``. None: data = world.
         parallelism_config: Sizes of single roles, such as ``{"actor": {"dp": 2, "tp": 2}}``; keys ``dp`` (shards),
-            ``tp``, ``replicate`` (fill the mesh with copies), ``ranks`` (world ranks outside of the mesh that are the
-            role's own; not for the actor). A role that is left out takes the mesh's numbers.
+            ``tp``, ``ep`` (divides experts), ``replicate`` (fill the mesh with copies), ``ranks`` (world ranks outside
+            of the mesh that are the role's own; not for the actor). A role that is left out takes the mesh's numbers.
         hybrid_engine_config: ``rollout_tp``, the ranks that cut the actor while it generates (None: the actor's
             ``tp``); ``update_dp``, which must agree with the actor's entry; ``offload_to_cpu``, to keep optimizer
             states and gradients in host memory during rollouts.
@@ -101,6 +103,7 @@ class HybridStrategy(ModelParallelStrategy):
         self._layouts: dict[str, RoleLayout] | None = None
         self._groups = GroupRegistry(timeout, process_group_backend)
         self._meshes: dict[str, TorchDeviceMesh] = {}
+        self._expert_axes: dict[str, ExpertAxes | None] = {}
         self._roles: dict[str, nn.Module] = {}
         self._rollouts = Rollouts(self, offload=bool(self._engine_config.get("offload_to_cpu")))
         self._role_of_parameter: dict[int, str] = {}
@@ -242,11 +245,12 @@ class HybridStrategy(ModelParallelStrategy):
             layout.data_rank(self.global_rank)  # an error where the rank has no part of the role
             operations = ("replicate", "gather", "tensor")
             groups = [group for name in operations if (group := self._groups.get(layout, name)) is not None]
-            grid = torch.tensor(layout.ranks).view(layout.replicas, layout.shards, layout.tensor)
+            grid = torch.tensor(layout.ranks).view(layout.replicas, layout.shards * layout.expert, layout.tensor)
             names = tuple(f"{role}_{axis}" for axis in ("replicate", "shard", "tensor"))
             self._meshes[role] = TorchDeviceMesh.from_group(
                 groups, self.root_device.type, mesh=grid, mesh_dim_names=names
             )
+            self._expert_axes[role] = expert_axes(layout, self._meshes[role], self._groups)
         return self._meshes[role]
 
     @property
@@ -284,10 +288,12 @@ class HybridStrategy(ModelParallelStrategy):
         if not is_trainable(module, role):
             module.requires_grad_(False)
         if dist.is_initialized():
-            for operation in operations_of(role):  # now, while all ranks are here
+            divided = self.layout(role).expert > 1
+            for operation in operations_of(role, experts=divided):  # now, while all ranks are here
                 self.group(role, operation)
             if role == "actor":
-                self.group("rollout", "tensor")
+                for operation in ("tensor", "expert") if divided else ("tensor",):
+                    self.group("rollout", operation)
         if not self.layout(role).holds(self.global_rank):
             module.to("meta")  # known here by name and shape, without memory
         elif next(module.parameters(), None) is not None:
@@ -300,6 +306,7 @@ class HybridStrategy(ModelParallelStrategy):
 
     def _parallelize(self, module: nn.Module, role: str) -> None:
         layout = self.layout(role)
+        check_experts(module, layout.expert, layout.tensor, layout.shards)
         models = models_to_cut(module, layout.tensor)
         self.hybrid_precision.convert_module(module)
         module.to(self.root_device)
@@ -313,12 +320,15 @@ class HybridStrategy(ModelParallelStrategy):
         self._copy_from_first_rank(module, role)
         for model in models:
             apply_tensor_parallel(model, mesh[f"{role}_tensor"])
+        cut_experts(module, self._expert_axes[role])
         apply_activation_checkpointing(module, mode or self.activation_checkpointing)
         cut = layout.data_size > 1 or self.hybrid_precision.needs_policy or self.root_device.type == "cuda"
         if cut and reduce is not None:
             axes = (f"{role}_replicate", f"{role}_shard") if layout.replicas > 1 else (f"{role}_shard",)
             dims = self._rollouts.aligned_dims() if role == "actor" else {}
-            apply_fsdp(module, mesh[axes], self.hybrid_precision.policy(), reduce, dims)
+            policy = self.hybrid_precision.policy()
+            shard_experts(module, self._expert_axes[role], policy)
+            apply_fsdp(module, mesh[axes], policy, reduce, dims)
 
     def _copy_from_first_rank(self, module: nn.Module, role: str) -> None:
         """Make every rank of the role start from the same weights, also where they were drawn at random on each."""

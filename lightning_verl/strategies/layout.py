@@ -104,11 +104,11 @@ class RoleLayout:
         """The ranks as a grid for the resharding planner.
 
         Args:
-            experts: With the axes of expert weights, ``replicate, expert_shard, expert, tensor``; else those of all
-                other tensors, ``replicate, shard, tensor``.
+            experts: With the axes of expert weights, ``expert_replicate, expert_shard, expert, expert_tensor``; else
+                those of all other tensors, ``replicate, shard, tensor``.
         """
         if experts:
-            axes = ("replicate", "expert_shard", "expert", "tensor")
+            axes = ("expert_replicate", "expert_shard", "expert", "expert_tensor")
             return Grid(axes, (self.replicas, self.shards, self.expert, self.tensor), self.ranks)
         return Grid(
             ("replicate", "shard", "tensor"), (self.replicas, self.shards * self.expert, self.tensor), self.ranks
@@ -155,9 +155,8 @@ def check_config(
         check_names(owner, entry, _ENTRY_KEYS, "key")
         for key in ("dp", "tp", "pp", "ep"):
             _check_size(owner, key, entry.get(key, 1))
-        for key, axis in (("pp", "pipeline"), ("ep", "expert")):
-            if entry.get(key, 1) > 1:
-                raise ValueError(f"{owner} got {key}={entry[key]}; {axis} > 1 is not supported yet, set it to 1.")
+        if entry.get("pp", 1) > 1:
+            raise ValueError(f"{owner} got pp={entry['pp']}; pipeline > 1 is not supported yet, set it to 1.")
         if "ranks" in entry:
             _check_ranks(owner, role, entry["ranks"])
     owner = "HybridStrategy(hybrid_engine_config)"

@@ -6,7 +6,8 @@ axis         who uses it
 data         every role: each coordinate holds its own rows; FSDP2 cuts parameters over it
 tensor       every model role: the ranks of one coordinate share rows and cut matrices
 pipeline     layers in stages (not supported yet)
-expert       experts of a mixture (not supported yet)
+expert       models with experts: the ranks of one coordinate of the others divide them
+             and send each other tokens; each holds its own rows, as on the data axis
 ===========  ==========================================================================
 """
 
@@ -44,13 +45,12 @@ class DeviceMesh:
             )
         if tuple(self.mesh_dim_names) != AXES:
             raise ValueError(f"DeviceMesh got mesh_dim_names={tuple(self.mesh_dim_names)}; the axes are {AXES}.")
-        for axis in ("pipeline", "expert"):
-            size = shape[AXES.index(axis)]
-            if size > 1:
-                raise ValueError(
-                    f"DeviceMesh got {axis}={size} in mesh_shape={shape}; {axis} > 1 is not supported yet. Set it to 1 "
-                    "and give the ranks to the data or the tensor axis."
-                )
+        pipeline = shape[AXES.index("pipeline")]
+        if pipeline > 1:
+            raise ValueError(
+                f"DeviceMesh got pipeline={pipeline} in mesh_shape={shape}; pipeline > 1 is not supported yet. Set it "
+                "to 1 and give the ranks to another axis."
+            )
         object.__setattr__(self, "mesh_shape", shape)
 
     @classmethod

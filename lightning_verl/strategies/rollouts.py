@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_verl.parallel.expert import expert_modules
 from lightning_verl.parallel.fsdp import gathered, reshard
 from lightning_verl.resharding.executor import ReshardReport
 from lightning_verl.strategies.engine import HybridEngine
@@ -107,6 +108,9 @@ class Rollouts:
             if self._offload is not None:
                 self._offload.free()
             engine.load_weights((), self._strategy.weight_version(role))  # type: ignore[operator, union-attr]
+            generating = "actor" if self._engine is None else "rollout"
+            divided = self._strategy.layout(generating).expert > 1 and expert_modules(actor)
+            engine.step_group = self._strategy.group(generating, "expert") if divided else None  # type: ignore[union-attr]
             lent = LentEngine(engine, lambda: self._strategy.weight_version(role))
             try:
                 yield lent

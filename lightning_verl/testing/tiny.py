@@ -13,11 +13,17 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
-Family = Literal["llama", "qwen2", "qwen3", "gpt2"]
+Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "gpt2"]
 
-_ROTARY: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+_ROTARY: dict[str, type[PreTrainedConfig]] = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+}
 _COMMON: dict[str, Any] = {"vocab_size": 128, "bos_token_id": 1, "eos_token_id": 2, "use_cache": True}
 
 # Five times the usual scale: at this width logits would else be all but equal, and greedy choices nearly tied.
@@ -27,12 +33,13 @@ _INITIALIZER_RANGE = 0.1
 def tiny_config(family: Family = "qwen3", **overrides: Any) -> PreTrainedConfig:
     """Return the config of a tiny model: hidden 64, 2 layers, 4 heads, 2 key-value heads, 128 tokens, 128 positions.
 
-    "llama" and "qwen3" have a head of their own, "qwen2" and "gpt2" tie it to the embedding. "gpt2" has learned
-    positions and as many key-value heads as heads. Dropout is 0. Token ids 1 and 2 begin and end a text, as in
+    "llama", "qwen3" and "qwen3_moe" have a head of their own, "qwen2" and "gpt2" tie it to the embedding. "qwen3_moe"
+    has 4 experts of width 32 in each layer, 2 for a token. "gpt2" has learned positions and as many key-value heads as
+    heads. Dropout is 0. Token ids 1 and 2 begin and end a text, as in
     :func:`lightning_verl.testing.char_tokenizer`.
 
     Args:
-        family: "llama", "qwen2", "qwen3" or "gpt2".
+        family: "llama", "qwen2", "qwen3", "qwen3_moe" or "gpt2".
         **overrides: Entries of the family's own config class, which win over the values above.
 
     Raises:
@@ -57,7 +64,10 @@ def tiny_config(family: Family = "qwen3", **overrides: Any) -> PreTrainedConfig:
         "initializer_range": _INITIALIZER_RANGE,
         **overrides,
     }
-    if family == "qwen3":  # its default, 128, does not follow the width
+    if family == "qwen3_moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+        entries = {**experts, **entries}
+    if family in ("qwen3", "qwen3_moe"):  # their default, 128, does not follow the width
         entries.setdefault("head_dim", entries["hidden_size"] // entries["num_attention_heads"])
     return _ROTARY[family](**entries)
 
@@ -68,7 +78,7 @@ def tiny_model(family: Family = "qwen3", *, seed: int = 0, **overrides: Any) -> 
     The global random state is the same before and after.
 
     Args:
-        family: "llama", "qwen2", "qwen3" or "gpt2".
+        family: "llama", "qwen2", "qwen3", "qwen3_moe" or "gpt2".
         seed: Equal seeds give equal weights.
         **overrides: Entries of the family's config class, as for :func:`tiny_config`.
 

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from lightning_verl.parallel.structure import decoder_layers
 from lightning_verl.parallel.tensor import apply_tensor_parallel, check_tensor_parallel, models_to_cut
@@ -60,15 +59,12 @@ def test_models_that_cannot_be_cut_are_refused() -> None:
         models_to_cut(torch.nn.Linear(1, 1), 2)
 
 
-def test_expert_models_are_refused_for_now() -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "num_experts": 4}
-    config = Qwen3MoeConfig(
-        vocab_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=8, **sizes
-    )
-    with pytest.raises(
-        ValueError, match=r"plans tensor styles \[.*\], which are not supported yet; set its role's tp to 1"
-    ):
-        check_tensor_parallel(Qwen3MoeForCausalLM(config), 2)
+def test_other_styles_than_the_dense_ones_are_refused_beside_packed_experts() -> None:
+    model = tiny_model("qwen3_moe")
+    check_tensor_parallel(model, 2)  # its packed experts, planned as "packed_colwise" and so on, are divided elsewhere
+    model.config.base_model_tp_plan = {**model.config.base_model_tp_plan, "layers.*.mlp.gate": "ep_router"}
+    with pytest.raises(ValueError, match=r"plans tensor styles \['ep_router'\], which are not supported yet"):
+        check_tensor_parallel(model, 2)
 
 
 def test_the_decoder_layers_of_a_model_are_found() -> None:

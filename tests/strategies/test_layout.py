@@ -130,6 +130,20 @@ def test_lines_of_a_grid_with_an_expert_axis() -> None:
     assert layout.data_size == 4
 
 
+def test_the_expert_axis_of_the_mesh_and_of_a_role() -> None:
+    layouts = resolve(8, (2, 2, 1, 2), {"critic": {"dp": 4, "tp": 2}, "reward": {"ep": 4, "tp": 2}})
+    sizes = {role: (layout.shards, layout.tensor, layout.expert) for role, layout in layouts.items()}
+    assert sizes == {
+        "actor": (2, 2, 2),
+        "critic": (4, 2, 1),
+        "reference": (2, 2, 2),
+        "reward": (1, 2, 4),
+        "rollout": (1, 2, 2),
+    }
+    with pytest.raises(ValueError, match=r"dp x tp x ep = 2 x 1 x 3 = 6 does not equal"):
+        resolve(4, None, {"actor": {"dp": 2, "ep": 3}})
+
+
 def test_the_rollout_layout_keeps_ranks_where_their_shards_are() -> None:
     # fsdp 4 -> tensor 2: chunks 0 and 1 lie in rollout shard 0, chunks 2 and 3 in shard 1; a copy takes one
     # rank of each.
@@ -155,6 +169,16 @@ def test_a_rollout_as_wide_as_the_update_moves_no_rows(expert: int) -> None:
         assert rollout.data_size == actor.data_size
 
 
+def test_expert_ranks_of_a_rollout_ascend() -> None:
+    """Groups of the rollout are sorted, and tokens go to the expert rank that has the number in the group."""
+    for replicas, shards, tensor, rollout_tensor in product((1, 2), (1, 2, 4), (1, 2), (1, 2, 4)):
+        ranks = tuple(range(replicas * shards * tensor * 2))
+        if len(ranks) // 2 % rollout_tensor == 0:
+            rollout = rollout_layout(RoleLayout("actor", replicas, shards, tensor, ranks, 2), rollout_tensor)
+            for line in rollout.lines("expert"):
+                assert line == sorted(line)
+
+
 def test_a_rollout_that_does_not_divide_the_ranks_says_so() -> None:
     with pytest.raises(ValueError, match=r"rollout_tp=3 does not divide the actor's 4 ranks; choose a divisor of 4"):
         rollout_layout(RoleLayout("actor", 1, 4, 1, (0, 1, 2, 3)), 3)
@@ -174,7 +198,7 @@ def test_the_engine_agrees_with_the_actor() -> None:
         ({"actor": {"tpp": 2}}, {}, r"parallelism_config\['actor'\].*unknown key 'tpp'.*Did you mean 'tp'"),
         ({"actor": {"dp": 0}}, {}, r"dp=0; it takes a whole number of at least 1"),
         ({"actor": {"pp": 2}}, {}, r"pp=2; pipeline > 1 is not supported yet"),
-        ({"actor": {"ep": 2}}, {}, r"ep=2; expert > 1 is not supported yet"),
+        ({"actor": {"ep": 0}}, {}, r"ep=0; it takes a whole number of at least 1"),
         ({"actor": {"ranks": [3]}}, {}, r"ranks=\[3\], but the actor lies on the mesh.*leave its ranks out"),
         ({"reward": {"ranks": []}}, {}, r"\['reward'\]\) got ranks=\[\]; it takes a list of one or more different"),
         ({"reward": {"ranks": [2, 2]}}, {}, r"ranks=\[2, 2\]; it takes a list of one or more different world ranks"),

@@ -30,7 +30,7 @@ def test_other_names_are_refused() -> None:
         DeviceMesh((1, 1, 1, 1), mesh_dim_names=("dp", "tp", "pp", "ep"))
 
 
-@pytest.mark.parametrize(("shape", "axis"), [((1, 1, 2, 1), "pipeline=2"), ((1, 1, 1, 4), "expert=4")])
-def test_axes_to_come_say_so(shape: tuple[int, int, int, int], axis: str) -> None:
-    with pytest.raises(ValueError, match=f"{axis} in mesh_shape=.*not supported yet"):
-        DeviceMesh(shape)
+def test_an_axis_to_come_says_so() -> None:
+    assert DeviceMesh((1, 1, 1, 4)).axis("expert") == 4
+    with pytest.raises(ValueError, match=r"pipeline=2 in mesh_shape=\(1, 1, 2, 1\); pipeline > 1 is not supported yet"):
+        DeviceMesh((1, 1, 2, 1))

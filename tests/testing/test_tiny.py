@@ -22,7 +22,7 @@ def test_sizes(family: Family) -> None:
     assert (config.bos_token_id, config.eos_token_id) == (1, 2)
 
 
-@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen2", True), ("qwen3", False), ("gpt2", True)])
+@pytest.mark.parametrize(("family", "tied"), [(name, name in ("qwen2", "gpt2")) for name in FAMILIES])
 def test_only_qwen2_and_gpt2_tie_the_head(family: Family, tied: bool) -> None:
     model = tiny_model(family)
     assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) is tied
@@ -33,6 +33,13 @@ def test_key_value_heads_and_head_size_follow_the_overrides() -> None:
     assert attention.k_proj.weight.shape == (2 * 16, 64)  # 2 key-value heads of 64 / 4
     attention = tiny_model("qwen3", hidden_size=32, num_key_value_heads=1).model.layers[0].self_attn
     assert attention.k_proj.weight.shape == (1 * 8, 32)  # 1 key-value head of 32 / 4
+
+
+def test_both_layers_have_experts() -> None:
+    for layer in tiny_model("qwen3_moe").model.layers:
+        assert layer.mlp.experts.gate_up_proj.shape == (4, 2 * 32, 64)  # gate and up, packed
+        assert layer.mlp.experts.down_proj.shape == (4, 64, 32)
+        assert layer.mlp.gate.top_k == 2
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -72,5 +79,5 @@ def test_gpt2_drops_out_only_where_asked_to() -> None:
 
 
 def test_an_unknown_family_is_refused() -> None:
-    with pytest.raises(ValueError, match="family must be one of llama, qwen2, qwen3, gpt2, got 'bert'"):
+    with pytest.raises(ValueError, match="family must be one of llama, qwen2, qwen3, qwen3_moe, gpt2, got 'bert'"):
         tiny_model("bert")  # type: ignore[arg-type]
