@@ -1,0 +1,89 @@
+"""Batch arithmetic of a run: prompts and rows of a data rank, mini-batches and micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_verl.data.sharding import local_minibatch_sizes
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """What a config says about batches, and the lengths that are planned for."""
+
+    rollout_batch_size: int
+    """Prompts of a step, over all ranks."""
+    update_batch_size: int
+    """Prompts of a mini-batch, over all ranks."""
+    samples_per_prompt: int
+    """Rows that a prompt becomes."""
+    epochs: int
+    """Passes over the rows of a step."""
+    max_tokens_per_micro_batch: int
+    """Positions that one forward pass may hold on a rank."""
+    prompt_tokens: int
+    """Tokens of the longest prompt."""
+    response_tokens: int
+    """Tokens of the longest response."""
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of the longest row."""
+        return self.prompt_tokens + self.response_tokens
+
+    @property
+    def ratio(self) -> float:
+        """Mini-batches that a rollout batch feeds in one pass."""
+        return self.rollout_batch_size / self.update_batch_size
+
+    @property
+    def rows_per_micro_batch(self) -> int:
+        """Rows of the greatest length in one forward pass; a row over the limit has one for itself."""
+        return max(1, self.max_tokens_per_micro_batch // self.row_tokens)
+
+
+@dataclass(frozen=True)
+class RoleBatch:
+    """The part of the rows that a data rank of one role works on; of several numbers the largest over its ranks."""
+
+    fewest_prompts: int
+    """Prompts of a step on the data rank that has the fewest."""
+    most_prompts: int
+    """Prompts of a step on the data rank that has the most."""
+    rows: int
+    """Rows of a step."""
+    minibatch_rows: int
+    """Rows of a mini-batch."""
+    minibatches: int
+    """Mini-batches of one pass over the rows."""
+    micro_batches: int
+    """Micro-batches of a mini-batch, if every row has the greatest length."""
+    micro_batch_tokens: int
+    """Positions of a micro-batch then."""
+    scoring_tokens: int
+    """Positions of one forward pass in scoring then."""
+
+    @classmethod
+    def of(cls, sizes: BatchSizes, data_size: int) -> RoleBatch:
+        """The part of a data rank.
+
+        Args:
+            sizes: The batches.
+            data_size: Data ranks of the role.
+        """
+        prompts = (sizes.rollout_batch_size, sizes.update_batch_size)
+        shares = [local_minibatch_sizes(*prompts, data_size, rank) for rank in range(data_size)]
+        totals = [sum(share) for share in shares]
+        rows = max(totals) * sizes.samples_per_prompt
+        minibatch_rows = max(map(max, shares)) * sizes.samples_per_prompt
+        together = min(sizes.rows_per_micro_batch, minibatch_rows)
+        return cls(
+            fewest_prompts=min(totals),
+            most_prompts=max(totals),
+            rows=rows,
+            minibatch_rows=minibatch_rows,
+            minibatches=len(shares[0]),
+            micro_batches=-(-minibatch_rows // together),
+            micro_batch_tokens=together * sizes.row_tokens,
+            scoring_tokens=min(sizes.rows_per_micro_batch, rows) * sizes.row_tokens,
+        )
