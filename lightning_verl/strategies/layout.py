@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from lightning_verl.resharding.planner import Grid
 from lightning_verl.strategies.mesh import DeviceMesh
 
 ROLES = ("actor", "critic", "reference", "reward")
@@ -52,16 +54,25 @@ class RoleLayout:
         """The tensor coordinate of a world rank."""
         return self.ranks.index(rank) % self.tensor
 
+    def coordinates(self, rank: int) -> tuple[int, int, int, int]:
+        """Where a world rank is: replica, shard, expert and tensor coordinate."""
+        position = self.ranks.index(rank)
+        data, tensor = divmod(position, self.tensor)
+        data, expert = divmod(data, self.expert)
+        replica, shard = divmod(data, self.shards)
+        return replica, shard, expert, tensor
+
     def lines(self, axis: str) -> list[list[int]]:
         """The ranks that communicate along an axis, one list for each line of the grid.
 
         Args:
             axis: ``"replicate"``; ``"shard"`` (shards and expert ranks, over which FSDP2 cuts what is no expert);
-                ``"expert_shard"`` (over which it cuts the experts); ``"expert"``; ``"tensor"``; or ``"data"`` (all but
-                tensor).
+                ``"expert_shard"`` (over which it cuts the experts); ``"expert"``; ``"tensor"``; ``"data"`` (all but
+                tensor); or ``"all"``.
         """
         inner = self.expert * self.tensor
         strides = {
+            "all": (len(self.ranks), 1),
             "tensor": (self.tensor, 1),
             "expert": (self.expert, self.tensor),
             "expert_shard": (self.shards, inner),
@@ -72,6 +83,20 @@ class RoleLayout:
         size, stride = strides[axis]
         starts = [i for i in range(len(self.ranks)) if (i // stride) % size == 0]
         return [[self.ranks[start + step * stride] for step in range(size)] for start in starts]
+
+    def grid(self, *, experts: bool = False) -> Grid:
+        """The ranks as a grid for the resharding planner.
+
+        Args:
+            experts: With the axes of expert weights, ``replicate, expert_shard, expert, tensor``; else those of all
+                other tensors, ``replicate, shard, tensor``.
+        """
+        if experts:
+            axes = ("replicate", "expert_shard", "expert", "tensor")
+            return Grid(axes, (self.replicas, self.shards, self.expert, self.tensor), self.ranks)
+        return Grid(
+            ("replicate", "shard", "tensor"), (self.replicas, self.shards * self.expert, self.tensor), self.ranks
+        )
 
 
 def is_trainable(module: object, role: str) -> bool:
@@ -194,6 +219,50 @@ def _layout(role: str, mesh: DeviceMesh, ranks: tuple[int, ...], entry: Mapping[
             f"equal {there}. Make dp x tp x ep = {size}, or set replicate=True with a dp x tp x ep that divides {size}."
         )
     return RoleLayout(role, len(ranks) // part, shards, tensor, ranks, expert)
+
+
+def rollout_layout(actor: RoleLayout, tensor: int) -> RoleLayout:
+    """How the actor lies on its ranks while it generates: copies that are cut over ``tensor`` ranks only.
+
+    The order of the ranks lets each keep as much as it can of what it holds in the update layout: along the dim that
+    the tensor axis cuts, the tensor rank t and the shard s of S hold chunk ``t x S + s``, and the rollout shard that
+    contains this chunk (or that it contains) goes to that rank. Expert ranks stay what they are.
+
+    Args:
+        actor: The update layout.
+        tensor: Ranks that cut one copy.
+
+    Raises:
+        ValueError: ``tensor`` does not divide the actor's ranks.
+    """
+    group = len(actor.ranks) // actor.expert
+    if group % tensor:
+        whole = f"{len(actor.ranks)} / {actor.expert} expert ranks" if actor.expert > 1 else f"{group} ranks"
+        raise ValueError(
+            f"HybridStrategy: rollout_tp={tensor} does not divide the actor's {whole}; choose a divisor of {group}."
+        )
+    copies = group // tensor
+    shards: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for rank in actor.ranks:
+        replica, shard, expert, t = actor.coordinates(rank)
+        chunk = t * actor.shards + shard
+        # Replicas hold the same chunk, so where the rollout cuts finer they divide it among them.
+        shards.setdefault((expert, (chunk * actor.replicas + replica) // copies), []).append((replica, chunk, rank))
+    in_order = {place: [rank for _, _, rank in sorted(held)] for place, held in shards.items()}
+    places = itertools.product(range(copies), range(actor.expert), range(tensor))
+    ranks = tuple(in_order[expert, t][copy] for copy, expert, t in places)
+    return RoleLayout("rollout", copies, 1, tensor, ranks, actor.expert)
+
+
+def vocabulary_layout(actor: RoleLayout, rollout: RoleLayout) -> RoleLayout:
+    """The rollout layout, with the ranks of each copy in the order in which they hold the vocabulary.
+
+    Embedding and output head are whole over the update layout's tensor axis: FSDP2 alone cuts them, so that another
+    order of the same ranks keeps more of them in place. Nobody but the planner and the head needs to know.
+    """
+    order = {rank: actor.coordinates(rank)[1:] for rank in actor.ranks}
+    ranks = [rank for line in rollout.lines("tensor") for rank in sorted(line, key=order.__getitem__)]
+    return replace(rollout, ranks=tuple(ranks))
 
 
 def _check_engine(actor: RoleLayout, engine: Mapping[str, Any]) -> None:

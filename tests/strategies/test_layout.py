@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from lightning_verl.data.sharding import rollout_rows
-from lightning_verl.strategies.layout import RoleLayout, check_config, resolve_layouts
+from lightning_verl.strategies.layout import (
+    RoleLayout,
+    check_config,
+    resolve_layouts,
+    rollout_layout,
+    vocabulary_layout,
+)
 from lightning_verl.strategies.mesh import DeviceMesh
 
 SCRIPT = {"actor": {"tp": 2, "dp": 2}, "critic": {"tp": 1, "dp": 4}, "reward": {"dp": 1}}
@@ -109,6 +115,36 @@ def test_lines_of_a_grid_with_an_expert_axis() -> None:
     # What is no expert is cut over shards and expert ranks; both hold rows of their own.
     assert layout.lines("shard") == layout.lines("data") == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert layout.data_size == 4
+
+
+def test_the_rollout_layout_keeps_ranks_where_their_shards_are() -> None:
+    # fsdp 4 -> tensor 2: chunks 0 and 1 lie in rollout shard 0, chunks 2 and 3 in shard 1; a copy takes one
+    # rank of each.
+    layout = rollout_layout(RoleLayout("actor", 1, 4, 1, (0, 1, 2, 3)), 2)
+    assert (layout.replicas, layout.tensor, layout.lines("tensor")) == (2, 2, [[0, 2], [1, 3]])
+    # fsdp 2 x tensor 2 -> tensor 4: rank 2s + t holds chunk 2t + s of what the tensor axis cuts.
+    actor = RoleLayout("actor", 1, 2, 2, (0, 1, 2, 3))
+    layout = rollout_layout(actor, 4)
+    assert layout.ranks == (0, 2, 1, 3)
+    # The vocabulary is cut over shards only: shard s has half s, so ranks 0 and 1 share out the first half.
+    assert vocabulary_layout(actor, layout).ranks == (0, 1, 2, 3)
+    # Two replicas of fsdp 2 -> tensor 4: each pair of replicas divides the chunk that both hold.
+    assert rollout_layout(RoleLayout("actor", 2, 2, 1, (0, 1, 2, 3)), 4).ranks == (0, 2, 1, 3)
+
+
+@pytest.mark.parametrize("expert", [1, 2])
+def test_a_rollout_as_wide_as_the_update_moves_no_rows(expert: int) -> None:
+    for replicas, shards, tensor in product((1, 2, 3), repeat=3):
+        size = replicas * shards * tensor * expert
+        actor = RoleLayout("actor", replicas, shards, tensor, tuple(range(size)), expert)
+        rollout = rollout_layout(actor, tensor)
+        assert rollout.ranks == actor.ranks
+        assert rollout.data_size == actor.data_size
+
+
+def test_a_rollout_that_does_not_divide_the_ranks_says_so() -> None:
+    with pytest.raises(ValueError, match=r"rollout_tp=3 does not divide the actor's 4 ranks; choose a divisor of 4"):
+        rollout_layout(RoleLayout("actor", 1, 4, 1, (0, 1, 2, 3)), 3)
 
 
 def test_the_engine_agrees_with_the_actor() -> None:
