@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from lightning_verl.planning.memory import Item, Phase
-from lightning_verl.planning.plan import Plan, RankMemory
+from lightning_verl.planning.plan import Plan, RankMemory, same_grid
+from lightning_verl.planning.shards import numel_on
 from lightning_verl.planning.traffic import HOST_RANKS, Traffic
-from lightning_verl.strategies.layout import RoleLayout
+from lightning_verl.strategies.layout import RoleLayout, check_config
 
 PLENTY = 0.25
 """Of a GPU's memory: from here on what is left over is worth using."""
@@ -67,10 +69,12 @@ def _remedies(plan: Plan, kind: RankMemory, phase: Phase) -> Iterator[tuple[int,
     elif phase.name == "rollout":
         rows = activations + _total(items, None, ("key-value cache", "logits"))
         yield rows // 2, f"batch.rollout_batch_size={plan.sizes.rollout_batch_size // 2}"
-        tensor = 2 * plan.rollout_tensor
-        if plan.roles["actor"].model.decoder.kv_heads % tensor == 0 and len(plan.layouts["actor"].ranks) % tensor == 0:
+        actor = plan.roles["actor"]
+        tensor = 2 * actor.place.rollout.tensor
+        if actor.model.decoder.kv_heads % tensor == 0 and len(actor.layout.ranks) % tensor == 0:
+            finer = replace(actor, place=replace(actor.place, rollout_tensor=tensor))
             weights = _total(items, None, ("rollout weights",))
-            yield weights - plan.roles["actor"].rollout_weights(tensor), f"rollout_tp={tensor}"
+            yield weights - finer.rollout_weights, f"strategy.hybrid_engine_config.rollout_tp={tensor}"
     else:
         yield activations // 2, _half_micro_batch(plan)
 
@@ -127,7 +131,7 @@ def _uses(plan: Plan, kind: RankMemory) -> Iterator[str]:
             for name, role in plan.roles.items()
             if f"{name}_update" in phases
         )
-        tokens = min(tokens, actor.batch.minibatch_rows * sizes.row_tokens) // 1024 * 1024
+        tokens = min(tokens, actor.batch.minibatch_rows[1] * sizes.row_tokens) // 1024 * 1024
         if tokens > sizes.max_tokens_per_micro_batch:
             yield f"batch.max_tokens_per_micro_batch up to {tokens:,}"
     if "rollout" in phases:
@@ -152,32 +156,55 @@ def _traffic(plan: Plan) -> Iterator[Advice]:
     if traffic is None or not traffic.is_bound:
         return
     actor = plan.roles["actor"]
-    layout, tokens = actor.layout, actor.batch.micro_batch_tokens
     text = (
-        f"gather-bound: a micro-batch of {tokens:,} tokens computes for {milliseconds(traffic.matmul_seconds)}, its "
-        f"gathers and reductions of {gigabytes(traffic.parameter_bytes)} take {milliseconds(traffic.parameter_seconds)}"
+        f"gather-bound: a micro-batch of {actor.batch.micro_batch_tokens:,} tokens computes for "
+        f"{milliseconds(traffic.matmul_seconds)}, its gathers and reductions of {gigabytes(traffic.parameter_bytes)} "
+        f"take {milliseconds(traffic.parameter_seconds)}"
     )
-    if layout.tensor > 1:
+    if actor.layout.tensor > 1:
         text += f", all-reduces of the tensor axis {milliseconds(traffic.tensor_seconds)}"
-    changes = []
+    changes = [*_hide_gathers(plan, traffic), *_other_layouts(plan)]
+    yield Advice("traffic", f"{text}. Change: {'; or '.join(changes)}.")
+
+
+def _hide_gathers(plan: Plan, traffic: Traffic) -> Iterator[str]:
+    """The micro-batch whose matmuls take as long as the gathers, whose size does not depend on it."""
+    actor, sizes = plan.roles["actor"], plan.sizes
+    tokens = actor.batch.micro_batch_tokens
     free = traffic.matmul_seconds - traffic.tensor_seconds
-    if actor.batch.micro_batches > 1 and free > 0:
-        enough = -(-int(tokens * traffic.parameter_seconds / free) // 1024) * 1024
-        changes.append(f"batch.max_tokens_per_micro_batch={enough}, which hides the gathers")
+    if free > 0:
+        rows = math.ceil(tokens * traffic.parameter_seconds / free / sizes.row_tokens)
+        change = f"batch.max_tokens_per_micro_batch={max(rows * sizes.row_tokens, sizes.max_tokens_per_micro_batch)}"
+        if rows > actor.batch.minibatch_rows[1]:
+            prompts = math.ceil(rows / sizes.samples_per_prompt) * actor.layout.data_size
+            change += f" with batch.update_batch_size={prompts}"
+        yield f"{change}, which hides the gathers"
+
+
+def _other_layouts(plan: Plan) -> Iterator[str]:
+    """Layouts with less traffic."""
+    actor, layout = plan.roles["actor"], plan.layouts["actor"]
     if layout.tensor > 1:
         tensor, shards = layout.tensor // 2, 2 * layout.shards
-        changes.append(f"less tensor and finer sharding, tp={tensor} and dp={shards}, whose all-reduces are smaller")
+        yield f"less tensor and finer sharding, tp={tensor} and dp={shards}, with smaller all-reduces"
     ranks = layout.shards * layout.expert * layout.tensor
-    if ranks > HOST_RANKS and plan.hardware.link is None:
-        held = actor.parameters + actor.optimizer
-        more = held * (ranks // HOST_RANKS - 1)
-        shards = HOST_RANKS // layout.tensor
-        if shards >= 1:
-            changes.append(
-                f"shards within a host, a mesh of {HOST_RANKS} ranks with dp={shards}, for {gib(more)} GiB more a rank"
-            )
-    changes.append("offload_to_cpu, which frees the memory that fewer shards need")
-    yield Advice("traffic", f"{text}. Change: {'; or '.join(changes)}.")
+    if ranks > HOST_RANKS and HOST_RANKS % (layout.tensor * layout.expert) == 0:
+        held = actor.parameters + actor.optimizer + actor.trained
+        more = held * ranks // HOST_RANKS - held
+        yield (
+            f"shards within a host, a mesh of {HOST_RANKS} ranks with "
+            f"dp={HOST_RANKS // (layout.tensor * layout.expert)}, for {gib(more)} GiB more a rank"
+            + (", which offload_to_cpu makes room for" if _can_offload() else "")
+        )
+
+
+def _can_offload() -> bool:
+    """Whether the strategy takes ``offload_to_cpu`` yet."""
+    try:
+        check_config({}, {"offload_to_cpu": True})
+    except ValueError:
+        return False
+    return True
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
@@ -198,41 +225,52 @@ def _ratio(plan: Plan) -> Iterator[Advice]:
 def _divisibility(plan: Plan) -> Iterator[Advice]:
     sizes = plan.sizes
     for role, memory in plan.roles.items():
-        ranks = memory.layout.data_size
-        for name in ("rollout_batch_size", "update_batch_size"):
-            prompts = getattr(sizes, name)
-            if prompts % ranks:
-                least, most = prompts // ranks, -(-prompts // ranks)
-                yield Advice(
-                    "divisibility",
-                    f"batch.{name}={prompts} over the {ranks} data ranks of the {role} leaves some with {least} prompts "
-                    f"and some with {most}: {1 - prompts / (most * ranks):.0%} of the ranks' time is idle. Make it a "
-                    f"multiple of {ranks}, such as {most * ranks}.",
-                )
+        ranks, batch = memory.layout.data_size, memory.batch
+        if role != "actor" and same_grid(memory.layout, plan.layouts["actor"]):
+            continue  # what is to be said of its rows is said of the actor's
+        if memory.model.is_trained and batch.minibatch_rows[0] != batch.minibatch_rows[1]:
+            yield _uneven("update_batch_size", sizes.update_batch_size, role, ranks, batch.minibatch_rows)
+        elif sizes.rollout_batch_size % ranks and batch.rows[0] != batch.rows[1]:
+            yield _uneven("rollout_batch_size", sizes.rollout_batch_size, role, ranks, batch.rows)
     last = sizes.rollout_batch_size % sizes.update_batch_size
     if last:
+        less = sizes.rollout_batch_size - last
         yield Advice(
             "divisibility",
             f"batch.rollout_batch_size={sizes.rollout_batch_size} in mini-batches of {sizes.update_batch_size} leaves "
-            f"a last one of {last} prompts, whose step weighs as much as the others. Make it "
-            f"{sizes.rollout_batch_size - last} or {sizes.rollout_batch_size - last + sizes.update_batch_size}.",
+            f"a last one of {last} prompts, whose step weighs as much as the others. Make it {less} or "
+            f"{less + sizes.update_batch_size}.",
         )
     yield from _padding(plan)
 
 
+def _uneven(name: str, prompts: int, role: str, ranks: int, rows: tuple[int, int]) -> Advice:
+    """The line on a batch that the data ranks of a role do not divide."""
+    multiple = -(-prompts // ranks) * ranks
+    return Advice(
+        "divisibility",
+        f"batch.{name}={prompts} over the {ranks} data ranks of the {role}: some have {rows[0]} rows and some "
+        f"{rows[1]}, and the fewer wait. A multiple of {ranks}, such as {multiple}, is even.",
+    )
+
+
 def _padding(plan: Plan) -> Iterator[Advice]:
-    """Parameters whose dim 0 the shards do not divide."""
+    """Parameters that the shards do not divide: each part is padded to the size of the first."""
     for role, memory in plan.roles.items():
-        shards = memory.layout.shards * memory.layout.expert
-        needed = sum(p.numel * p.itemsize for p in memory.model.parameters)
-        uneven = [p for p in memory.model.parameters if p.shape[0] % shards and not p.expert]
-        lost = memory.parameters * shards * memory.layout.tensor - needed
-        if uneven and memory.layout.tensor == 1 and lost // shards >= LEAST_PADDING:
-            largest = max(uneven, key=lambda p: p.numel)
+        first, last = memory.layout.ranks[0], memory.layout.ranks[-1]
+        lost = {
+            p: (numel_on(p, memory.place.held(p), first) - numel_on(p, memory.place.held(p), last)) * p.itemsize
+            for p in memory.model.parameters
+        }
+        uneven = [parameter for parameter, size in lost.items() if size]
+        if sum(lost.values()) >= LEAST_PADDING:
+            worst = max(uneven, key=lost.__getitem__)
+            shards = memory.layout.shards * memory.layout.expert
             yield Advice(
                 "divisibility",
-                f"{len(uneven)} parameters of the {role} are padded, such as {largest.name} with {largest.shape[0]} "
-                f"rows over {shards} shards: {gib(lost // shards)} GiB a rank, twice that again for the optimizer.",
+                f"{len(uneven)} parameters of the {role} are padded, most of all {worst.name} with "
+                f"{worst.shape[0]} rows over {shards} shards: {sum(lost.values()) / 2**20:.1f} MiB on the last rank"
+                + (", and as much for each of gradients and two optimizer moments." if memory.trained else "."),
             )
 
 

@@ -46,14 +46,10 @@ class BatchSizes:
 class RoleBatch:
     """The part of the rows that a data rank of one role works on; of several numbers the largest over its ranks."""
 
-    fewest_prompts: int
-    """Prompts of a step on the data rank that has the fewest."""
-    most_prompts: int
-    """Prompts of a step on the data rank that has the most."""
-    rows: int
-    """Rows of a step."""
-    minibatch_rows: int
-    """Rows of a mini-batch."""
+    rows: tuple[int, int]
+    """Rows of a step, on the data rank with the fewest and on the one with the most."""
+    minibatch_rows: tuple[int, int]
+    """Rows of a mini-batch, likewise."""
     minibatches: int
     """Mini-batches of one pass over the rows."""
     micro_batches: int
@@ -64,26 +60,36 @@ class RoleBatch:
     """Positions of one forward pass in scoring then."""
 
     @classmethod
-    def of(cls, sizes: BatchSizes, data_size: int) -> RoleBatch:
+    def of(cls, sizes: BatchSizes, data_size: int, as_the_actor: bool = True) -> RoleBatch:
         """The part of a data rank.
 
         Args:
             sizes: The batches.
             data_size: Data ranks of the role.
+            as_the_actor: Whether rows lie as in the actor's layout, the samples of a prompt together. For a role with
+                another grid they are divided one by one.
         """
+        each = sizes.samples_per_prompt
         prompts = (sizes.rollout_batch_size, sizes.update_batch_size)
-        shares = [local_minibatch_sizes(*prompts, data_size, rank) for rank in range(data_size)]
-        totals = [sum(share) for share in shares]
-        rows = max(totals) * sizes.samples_per_prompt
-        minibatch_rows = max(map(max, shares)) * sizes.samples_per_prompt
-        together = min(sizes.rows_per_micro_batch, minibatch_rows)
+        if as_the_actor:
+            shares = [local_minibatch_sizes(*prompts, data_size, rank) for rank in range(data_size)]
+            totals = [sum(share) * each for share in shares]
+            parts = [size * each for share in shares for size in share]
+            rows, minibatch_rows = (min(totals), max(totals)), (min(parts), max(parts))
+        else:
+            rows = _shares(sizes.rollout_batch_size * each, data_size)
+            minibatch_rows = _shares(sizes.update_batch_size * each, data_size)
+        together = min(sizes.rows_per_micro_batch, minibatch_rows[1])
         return cls(
-            fewest_prompts=min(totals),
-            most_prompts=max(totals),
             rows=rows,
             minibatch_rows=minibatch_rows,
-            minibatches=len(shares[0]),
-            micro_batches=-(-minibatch_rows // together),
+            minibatches=-(-sizes.rollout_batch_size // sizes.update_batch_size),
+            micro_batches=-(-minibatch_rows[1] // together),
             micro_batch_tokens=together * sizes.row_tokens,
-            scoring_tokens=min(sizes.rows_per_micro_batch, rows) * sizes.row_tokens,
+            scoring_tokens=min(sizes.rows_per_micro_batch, rows[1]) * sizes.row_tokens,
         )
+
+
+def _shares(count: int, parts: int) -> tuple[int, int]:
+    """The smallest and the largest of equal parts."""
+    return count // parts, -(-count // parts)

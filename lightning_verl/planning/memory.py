@@ -28,7 +28,7 @@ from functools import cached_property
 
 from lightning_verl.planning.batch import BatchSizes, RoleBatch
 from lightning_verl.planning.model import Decoder, ParameterShape, RoleModel
-from lightning_verl.planning.shards import gathered_layout, numel_on, rollout_layout, update_layout
+from lightning_verl.planning.shards import Placement, numel_on
 from lightning_verl.strategies.layout import RoleLayout
 
 LOGIT_CHUNK = 1024
@@ -117,12 +117,17 @@ class RoleMemory:
 
     model: RoleModel
     """Its shapes."""
-    layout: RoleLayout
-    """Its layout."""
+    place: Placement
+    """Where it lies."""
     batch: RoleBatch
     """Its rows."""
     adapter_is_reference: bool = False
     """Whether a copy of its adapter as it was at step 0 is the reference."""
+
+    @property
+    def layout(self) -> RoleLayout:
+        """Its layout in training."""
+        return self.place.layout
 
     # ---- held always -------------------------------------------------------------------------------------------------
 
@@ -214,41 +219,46 @@ class RoleMemory:
 
     # ---- rollout -----------------------------------------------------------------------------------------------------
 
-    def rollout(self, sizes: BatchSizes, tensor: int, sampling: str) -> dict[str, tuple[Item, ...]]:
+    def rollout(self, sizes: BatchSizes, sampling: str) -> dict[str, tuple[Item, ...]]:
         """The points of a rollout at which memory may be highest; all rows are sampled together.
 
         Args:
             sizes: The batches.
-            tensor: Tensor ranks of the rollout.
             sampling: A key of ``SAMPLE_BYTES``.
         """
-        decoder, c = self.model.decoder, self.model.compute_bytes
-        prompts = -(-sizes.rollout_batch_size * tensor // len(self.layout.ranks))
+        decoder, c, tensor = self.model.decoder, self.model.compute_bytes, self.place.rollout.tensor
+        prompts = -(-sizes.rollout_batch_size // self.place.rollout.data_size)
         rows = prompts * sizes.samples_per_prompt
-        weights = self._item("rollout weights", self.rollout_weights(tensor))
+        weights = self._item("rollout weights", self.rollout_weights)
         return {
             "prefill": (
                 weights,
-                self._item("key-value cache", self.cache(tensor, rows * sizes.prompt_tokens)),
+                self._item("key-value cache", self.cache(rows * sizes.prompt_tokens)),
                 self._item("activations", rows * sizes.prompt_tokens * running_per_token(decoder, c, tensor)),
             ),
             "last token": (
                 weights,
-                self._item("key-value cache", self.cache(tensor, rows * sizes.row_tokens)),
+                self._item("key-value cache", self.cache(rows * sizes.row_tokens)),
                 self._item("logits", rows * decoder.vocabulary * (SAMPLE_BYTES[sampling] + c)),
             ),
         }
 
-    def rollout_weights(self, tensor: int) -> int:
-        """Bytes of the rollout's weights, in the compute dtype."""
-        rank = self.layout.ranks[0]
-        numel = sum(numel_on(p, rollout_layout(p, self.layout, tensor), rank) for p in self.model.parameters)
-        return numel * self.model.compute_bytes
+    @cached_property
+    def rollout_weights(self) -> int:
+        """Bytes of the rollout's weights, in the compute dtype, less what a rank has just so already."""
+        rank, c = self.place.rollout.ranks[0], self.model.compute_bytes
+        size = 0
+        for parameter in self.model.parameters:
+            held, wanted = self.place.held(parameter), self.place.rolled_out(parameter)
+            same = held.region(parameter.shape, rank) == wanted.region(parameter.shape, rank)
+            aliased = same and parameter.itemsize == c and not parameter.adapted
+            size += 0 if aliased or parameter.adapter else c * numel_on(parameter, wanted, rank)
+        return size
 
-    def cache(self, tensor: int, tokens: int) -> int:
+    def cache(self, tokens: int) -> int:
         """Bytes of keys and values: 2 x layers x kv heads x head dim x tokens x c."""
         decoder = self.model.decoder
-        kv_heads = -(-decoder.kv_heads // tensor)
+        kv_heads = -(-decoder.kv_heads // self.place.rollout.tensor)
         return 2 * decoder.layers * kv_heads * decoder.head_dim * tokens * self.model.compute_bytes
 
     # ---- sizes of units ----------------------------------------------------------------------------------------------
@@ -267,7 +277,7 @@ class RoleMemory:
         """Elements of each unit while it is gathered, and of its trained part."""
         units: dict[int | None, tuple[int, int]] = {None: (0, 0)}
         for parameter in self.model.parameters:
-            numel = numel_on(parameter, gathered_layout(parameter, self.layout), self.layout.ranks[0])
+            numel = numel_on(parameter, self.place.gathered(parameter), self.layout.ranks[0])
             all_of_it, trained = units.get(parameter.layer, (0, 0))
             units[parameter.layer] = (all_of_it + numel, trained + numel * parameter.trained)
         return units
@@ -297,7 +307,7 @@ class RoleMemory:
     def _held(self, wanted: Callable[[ParameterShape], bool]) -> int:
         rank = self.layout.ranks[0]
         return sum(
-            numel_on(parameter, update_layout(parameter, self.layout), rank) * parameter.itemsize
+            numel_on(parameter, self.place.held(parameter), rank) * parameter.itemsize
             for parameter in self.model.parameters
             if wanted(parameter)
         )

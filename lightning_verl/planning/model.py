@@ -37,8 +37,14 @@ class ParameterShape:
     """The dim that a tensor axis cuts in training; None: whole on each of its ranks."""
     rollout_dim: int | None
     """The dim that the rollout's tensor axis cuts: as in training, and the vocabulary of embedding and head."""
+    vocabulary: bool = False
+    """Whether it is embedding or head, whose parts lie on the ranks in an order of their own."""
     expert: bool = False
     """Whether dim 0 counts experts, which an expert axis divides."""
+    adapter: bool = False
+    """Whether it is half of a LoRA adapter, which is merged into its target for the rollout."""
+    adapted: bool = False
+    """Whether it is such a target."""
 
     @property
     def numel(self) -> int:
@@ -174,7 +180,10 @@ def describe(module: nn.Module, precision: HybridPrecision, checkpointing: Activ
             layer=layer_of.get(parameter),
             tensor_dim=dims.get(parameter),
             rollout_dim=0 if parameter in vocabulary else dims.get(parameter),
+            vocabulary=parameter in vocabulary,
             expert=parameter.ndim == 3 and ".experts." in name,
+            adapter=".lora_" in name,
+            adapted=".base_layer.weight" in name,
         )
         for name, parameter in module.named_parameters()
     ]

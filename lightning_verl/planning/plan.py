@@ -12,7 +12,7 @@ from lightning_verl.parallel.tensor import tensor_parallel_problems
 from lightning_verl.planning.batch import BatchSizes, RoleBatch
 from lightning_verl.planning.memory import Item, Moment, Phase, RoleMemory
 from lightning_verl.planning.model import build_on_meta, describe, model_config
-from lightning_verl.planning.shards import received_bytes
+from lightning_verl.planning.shards import Placement, received_bytes
 from lightning_verl.roles.actor import Actor
 from lightning_verl.roles.critic import Critic
 from lightning_verl.roles.reference import Reference
@@ -72,8 +72,6 @@ class Plan:
     """GPUs."""
     layouts: dict[str, RoleLayout]
     """By role; of rewards that are functions, the actor's ranks run them."""
-    rollout_tensor: int
-    """Tensor ranks of the rollout."""
     sizes: BatchSizes
     """Batches."""
     roles: dict[str, RoleMemory]
@@ -111,25 +109,28 @@ def make_plan(config: TrainConfig, ranks: int | None = None, hardware: Hardware 
     roles = {
         role: RoleMemory(
             model,
-            layouts[role],
-            RoleBatch.of(sizes, layouts[role].data_size),
+            Placement(layouts[role], rollout_tensor if role == "actor" and algorithm.needs_reward else None),
+            RoleBatch.of(sizes, layouts[role].data_size, same_grid(layouts["actor"], layouts[role])),
             adapter_is_reference=role == "actor" and config.model.lora is not None and "reference" not in models,
         )
         for role, model in models.items()
     }
-    received = received_bytes(models["actor"], layouts["actor"], rollout_tensor, layouts["actor"].ranks)
     return Plan(
         config=config,
         algorithm=algorithm,
         world_size=world_size,
         hardware=hardware or Hardware(),
         layouts=layouts,
-        rollout_tensor=rollout_tensor,
         sizes=sizes,
         roles=roles,
-        memory=_memory(config, algorithm, sizes, roles, rollout_tensor),
-        received=tuple(received) if algorithm.needs_reward else (),
+        memory=_memory(config, algorithm, sizes, roles),
+        received=tuple(received_bytes(models["actor"], roles["actor"].place)) if algorithm.needs_reward else (),
     )
+
+
+def same_grid(a: RoleLayout, b: RoleLayout) -> bool:
+    """Whether rows lie alike in two layouts, so that none has to move."""
+    return (a.ranks, a.data_size, a.tensor) == (b.ranks, b.data_size, b.tensor)
 
 
 def default_ranks(config: TrainConfig) -> int:
@@ -250,7 +251,6 @@ def _memory(
     algorithm: Algorithm,
     sizes: BatchSizes,
     roles: Mapping[str, RoleMemory],
-    rollout_tensor: int,
 ) -> tuple[RankMemory, ...]:
     """The phases on each kind of rank: ranks that hold the same roles."""
     kinds: dict[tuple[str, ...], list[int]] = {}
@@ -263,7 +263,7 @@ def _memory(
         here = {role: roles[role] for role in held}
         work = _work(here, algorithm, sizes)
         if "actor" in here and algorithm.needs_reward:
-            work = {"rollout": here["actor"].rollout(sizes, rollout_tensor, sampling), **work}
+            work = {"rollout": here["actor"].rollout(sizes, sampling), **work}
         always = tuple(item for memory in here.values() for item in memory.held())
         phases = tuple(
             Phase(name, tuple(Moment(moment, (*always, *items)) for moment, items in moments.items()))

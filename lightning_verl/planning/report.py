@@ -34,8 +34,7 @@ def _layouts(plan: Plan) -> Iterator[str]:
     for role, memory in plan.roles.items():
         yield from draw(role, memory.layout)
     if plan.received:
-        actor, tensor = plan.layouts["actor"], plan.rollout_tensor
-        yield from draw("rollout", RoleLayout("actor", len(actor.ranks) // tensor, 1, tensor, actor.ranks))
+        yield from draw("rollout", plan.roles["actor"].place.rollout)
     if "reward" not in plan.roles and plan.algorithm.needs_reward:
         yield "  reward     functions, on the first rank of each tensor axis of the actor"
 
@@ -54,7 +53,7 @@ def draw(name: str, layout: RoleLayout) -> Iterator[str]:
         _copy(layout, layout.ranks[start : start + layout.shards * inner])
         for start in range(0, len(layout.ranks), layout.shards * inner)
     ]
-    if layout.shards * inner == 1:  # every copy is one rank
+    if layout.shards * layout.expert == 1:  # every copy is one tensor axis
         copies = [" ".join(_shortened(copies))]
     for line in _shortened(copies):
         yield f"{'':<13}{line}"
@@ -93,18 +92,18 @@ def _batches(plan: Plan) -> Iterator[str]:
     )
     for role, memory in plan.roles.items():
         batch = memory.batch
-        prompts = (
-            f"{batch.fewest_prompts}"
-            if batch.fewest_prompts == batch.most_prompts
-            else (f"{batch.fewest_prompts} to {batch.most_prompts}")
-        )
-        line = f"  {role:<10} {prompts} prompts, {batch.rows} rows a data rank"
+        line = f"  {role:<10} {_span(batch.rows)} rows a data rank"
         if memory.model.is_trained:
             line += (
-                f"; {batch.minibatches} mini-batches of {batch.minibatch_rows} rows, each in up to "
+                f"; {batch.minibatches} mini-batches of {_span(batch.minibatch_rows)} rows, each in up to "
                 f"{batch.micro_batches} micro-batches of {batch.micro_batch_tokens:,} tokens"
             )
         yield line
+
+
+def _span(numbers: tuple[int, int]) -> str:
+    least, most = numbers
+    return str(least) if least == most else f"{least} to {most}"
 
 
 def _memory(plan: Plan) -> Iterator[str]:

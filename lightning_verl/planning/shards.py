@@ -2,49 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property
 
 from lightning_verl.planning.model import ParameterShape, RoleModel
 from lightning_verl.resharding.planner import Cut, Grid, TensorLayout, intersect, volume
-from lightning_verl.strategies.layout import RoleLayout
+from lightning_verl.strategies.layout import RoleLayout, rollout_layout, vocabulary_layout
 
 
-@lru_cache
-def _dense_grid(layout: RoleLayout) -> Grid:
-    shape = (layout.replicas, layout.shards * layout.expert, layout.tensor)
-    return Grid(("replicate", "shard", "tensor"), shape, layout.ranks)
+@dataclass(frozen=True)
+class Placement:
+    """The layout of one role, and if it is the actor, how it is rolled out."""
 
+    layout: RoleLayout
+    """The layout in training."""
+    rollout_tensor: int | None = None
+    """Tensor ranks of the rollout; None: it is not rolled out."""
 
-@lru_cache
-def _expert_grid(layout: RoleLayout) -> Grid:
-    shape = (layout.replicas, layout.shards, layout.expert, layout.tensor)
-    return Grid(("replicate", "shard", "expert", "tensor"), shape, layout.ranks)
+    @cached_property
+    def rollout(self) -> RoleLayout:
+        """The layout of the rollout."""
+        return rollout_layout(self.layout, self.rollout_tensor or self.layout.tensor)
 
+    @cached_property
+    def _dense(self) -> Grid:
+        return self.layout.grid()
 
-@lru_cache
-def _rollout_grid(layout: RoleLayout, tensor: int) -> Grid:
-    return Grid(("replicate", "tensor"), (len(layout.ranks) // tensor, tensor), layout.ranks)
+    @cached_property
+    def _experts(self) -> Grid:
+        return self.layout.grid(experts=True)
 
+    @cached_property
+    def _rollout_grid(self) -> Grid:
+        return self.rollout.grid()
 
-def gathered_layout(parameter: ParameterShape, layout: RoleLayout) -> TensorLayout:
-    """A parameter while its FSDP2 unit is gathered: cut by the tensor and the expert axis only."""
-    grid = _expert_grid(layout) if parameter.expert else _dense_grid(layout)
-    expert = (Cut("expert", 0),) if parameter.expert else ()
-    tensor = () if parameter.tensor_dim is None else (Cut("tensor", parameter.tensor_dim),)
-    return TensorLayout(grid, (*expert, *tensor))
+    @cached_property
+    def _vocabulary_grid(self) -> Grid:
+        return vocabulary_layout(self.layout, self.rollout).grid()
 
+    def gathered(self, parameter: ParameterShape) -> TensorLayout:
+        """A parameter while its FSDP2 unit is gathered: cut by the tensor and the expert axis only."""
+        expert = (Cut("expert", 0),) if parameter.expert else ()
+        tensor = () if parameter.tensor_dim is None else (Cut("tensor", parameter.tensor_dim),)
+        return TensorLayout(self._experts if parameter.expert else self._dense, (*expert, *tensor))
 
-def update_layout(parameter: ParameterShape, layout: RoleLayout) -> TensorLayout:
-    """A parameter as it is held: FSDP2 cuts dim 0 of what the other axes left over the shards."""
-    gathered = gathered_layout(parameter, layout)
-    return TensorLayout(gathered.grid, (*gathered.cuts, Cut("shard", 0)))
+    def held(self, parameter: ParameterShape) -> TensorLayout:
+        """A parameter as it is held: FSDP2 cuts what the other axes left over the shards.
 
+        It cuts dim 0; in an actor whose rollout is cut finer than its training the dim that the rollout cuts, where
+        that divides evenly.
+        """
+        gathered = self.gathered(parameter)
+        axis = "expert_shard" if parameter.expert else "shard"
+        dim = 0
+        if self.rollout_tensor is not None and self.rollout_tensor > self.layout.tensor:
+            dim = parameter.rollout_dim or 0
+            tensor = self.layout.tensor if parameter.tensor_dim == dim else 1
+            if parameter.shape[dim] % (tensor * gathered.grid.size(axis)):
+                dim = 0
+        return TensorLayout(gathered.grid, (*gathered.cuts, Cut(axis, dim)))
 
-def rollout_layout(parameter: ParameterShape, layout: RoleLayout, tensor: int) -> TensorLayout:
-    """A parameter in the rollout: one copy on each group of ``tensor`` ranks that follow each other."""
-    cuts = () if parameter.rollout_dim is None else (Cut("tensor", parameter.rollout_dim),)
-    return TensorLayout(_rollout_grid(layout, tensor), cuts)
+    def rolled_out(self, parameter: ParameterShape) -> TensorLayout:
+        """A parameter in the rollout: one copy on each tensor axis of the rollout."""
+        if parameter.rollout_dim is None or self.rollout.tensor == 1:
+            return TensorLayout(self._rollout_grid)
+        grid = self._vocabulary_grid if parameter.vocabulary else self._rollout_grid
+        return TensorLayout(grid, (Cut("tensor", parameter.rollout_dim),))
 
 
 def numel_on(parameter: ParameterShape, layout: TensorLayout, rank: int) -> int:
@@ -55,24 +78,22 @@ def numel_on(parameter: ParameterShape, layout: TensorLayout, rank: int) -> int:
     return volume(layout.region(parameter.shape, rank))
 
 
-def received_bytes(model: RoleModel, layout: RoleLayout, tensor: int, ranks: Sequence[int]) -> list[int]:
-    """Bytes that ranks receive when the weights go from training to the rollout, in the compute dtype.
+def received_bytes(model: RoleModel, place: Placement) -> list[int]:
+    """Bytes that each of an actor's ranks receives when its weights go to the rollout, in the order of its layout.
 
-    It is what the rollout wants on a rank, less what the rank holds of it: nothing can get by with less.
+    It is what the rollout wants on a rank, less what the rank holds of it: nothing can get by with less. What travels
+    has the compute dtype already; adapters have their own.
 
     Args:
         model: The actor.
-        layout: Its layout in training.
-        tensor: Tensor ranks of the rollout.
-        ranks: World ranks of the layout.
+        place: Where it lies.
     """
     kinds: dict[tuple[tuple[int, ...], TensorLayout, TensorLayout], int] = {}
     for parameter in model.parameters:
-        key = (parameter.shape, update_layout(parameter, layout), rollout_layout(parameter, layout, tensor))
-        kinds[key] = kinds.get(key, 0) + 1
-    return [
-        model.compute_bytes * sum(count * _received(*kind, rank) for kind, count in kinds.items()) for rank in ranks
-    ]
+        key = (parameter.shape, place.held(parameter), place.rolled_out(parameter))
+        itemsize = parameter.itemsize if parameter.adapter else model.compute_bytes
+        kinds[key] = kinds.get(key, 0) + itemsize
+    return [sum(size * _received(*kind, rank) for kind, size in kinds.items()) for rank in place.layout.ranks]
 
 
 def _received(shape: tuple[int, ...], held: TensorLayout, wanted: TensorLayout, rank: int) -> int:

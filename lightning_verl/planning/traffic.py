@@ -8,7 +8,7 @@ import torch
 
 from lightning_verl.planning.batch import BatchSizes
 from lightning_verl.planning.memory import RoleMemory
-from lightning_verl.planning.shards import gathered_layout, numel_on
+from lightning_verl.planning.shards import numel_on
 
 MATMUL_FLOPS = {2: 743e12, 4: 50e12}
 """FLOP/s of matmuls by bytes of an element: bf16 as measured on an H200, fp32 outside of the tensor cores."""
@@ -56,7 +56,7 @@ class Traffic:
             return None
         shards, tensor = layout.shards * layout.expert, layout.tensor
         rank = layout.ranks[0]
-        held = [(p, numel_on(p, gathered_layout(p, layout), rank)) for p in model.parameters]
+        held = [(p, numel_on(p, actor.place.gathered(p), rank)) for p in model.parameters]
         gathers = 2 * model.compute_bytes * sum(numel for _, numel in held)
         reduction = 4 * sum(numel for parameter, numel in held if parameter.trained)
         parameter_bytes = (gathers + reduction) * (shards - 1) // shards
