@@ -28,17 +28,17 @@ from functools import cached_property
 
 from lightning_verl.planning.batch import BatchSizes, RoleBatch
 from lightning_verl.planning.model import Decoder, ParameterShape, RoleModel
-from lightning_verl.planning.shards import Placement, numel_on
+from lightning_verl.planning.shards import Placement, numel_on, rollout_bytes
 from lightning_verl.strategies.layout import RoleLayout
 
 LOGIT_CHUNK = 1024
 """Tokens whose logits live at once, the default of ``logprobs_from_hidden``."""
-UPDATE_LOGIT_BYTES = 32
-"""Bytes of a logit of the chunk at the peak of its backward pass, entropy included: eight fp32 copies (measured)."""
+UPDATE_LOGIT_BYTES = 16
+"""Bytes for each logit of a chunk in its backward pass, entropy included, above the logit: four fp32 copies."""
 SCORE_LOGIT_BYTES = 8
-"""The same without gradients, above the logit itself: two fp32 copies."""
+"""The same without gradients: two fp32 copies."""
 SAMPLE_BYTES = {"greedy": 12, "sampled": 24, "top_p": 45}
-"""Bytes for each entry of the vocabulary and row while a token is sampled, above the logits (measured)."""
+"""Bytes for each logit of a row while its token is sampled, above the logit."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class RoleMemory:
         layers, whole = self.activations()
         gradients = self._item("gradients", self.trained)
         accumulated = (gradients,) if self.batch.micro_batches > 1 else ()
-        logits = UPDATE_LOGIT_BYTES * min(LOGIT_CHUNK, self.batch.micro_batch_tokens) * model.decoder.vocabulary
+        logits = min(LOGIT_CHUNK, self.batch.micro_batch_tokens) * model.decoder.vocabulary
         head_gradient = c * self._trained_head
         moments = {
             "backward of the layers": (
@@ -202,7 +202,7 @@ class RoleMemory:
                 *accumulated,
                 self._item("gathered units", c * (self._root + self._layer)),
                 self._item("activations", layers),
-                self._item("logits", logits),
+                self._item("logits", logits * (UPDATE_LOGIT_BYTES + c)),
                 self._item("gradients on their way", 2 * head_gradient),
             )
         return moments
@@ -246,14 +246,7 @@ class RoleMemory:
     @cached_property
     def rollout_weights(self) -> int:
         """Bytes of the rollout's weights, in the compute dtype, less what a rank has just so already."""
-        rank, c = self.place.rollout.ranks[0], self.model.compute_bytes
-        size = 0
-        for parameter in self.model.parameters:
-            held, wanted = self.place.held(parameter), self.place.rolled_out(parameter)
-            same = held.region(parameter.shape, rank) == wanted.region(parameter.shape, rank)
-            aliased = same and parameter.itemsize == c and not parameter.adapted
-            size += 0 if aliased or parameter.adapter else c * numel_on(parameter, wanted, rank)
-        return size
+        return max(rollout_bytes(self.model, self.place))
 
     def cache(self, tokens: int) -> int:
         """Bytes of keys and values: 2 x layers x kv heads x head dim x tokens x c."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lightning_verl.planning.model import ParameterShape, RoleModel
-from lightning_verl.resharding.planner import Cut, Grid, TensorLayout, intersect, volume
+from lightning_verl.resharding.planner import Cut, Grid, Region, TensorLayout, intersect, volume
 from lightning_verl.strategies.layout import RoleLayout, rollout_layout, vocabulary_layout
 
 
@@ -78,6 +78,10 @@ def numel_on(parameter: ParameterShape, layout: TensorLayout, rank: int) -> int:
     return volume(layout.region(parameter.shape, rank))
 
 
+_Kind = tuple[tuple[int, ...], TensorLayout, TensorLayout]
+"""A whole shape, how it is held, and how the rollout wants it. The layers of a model share theirs."""
+
+
 def received_bytes(model: RoleModel, place: Placement) -> list[int]:
     """Bytes that each of an actor's ranks receives when its weights go to the rollout, in the order of its layout.
 
@@ -88,14 +92,51 @@ def received_bytes(model: RoleModel, place: Placement) -> list[int]:
         model: The actor.
         place: Where it lies.
     """
-    kinds: dict[tuple[tuple[int, ...], TensorLayout, TensorLayout], int] = {}
+    kinds: dict[_Kind, int] = {}
     for parameter in model.parameters:
-        key = (parameter.shape, place.held(parameter), place.rolled_out(parameter))
         itemsize = parameter.itemsize if parameter.adapter else model.compute_bytes
-        kinds[key] = kinds.get(key, 0) + itemsize
-    return [sum(size * _received(*kind, rank) for kind, size in kinds.items()) for rank in place.layout.ranks]
+        _add(kinds, parameter, place, itemsize)
+
+    def received(kind: _Kind, rank: int) -> int:
+        held, wanted = _regions(kind, rank)
+        return volume(wanted) - volume(intersect(wanted, held))
+
+    return [sum(size * received(kind, rank) for kind, size in kinds.items()) for rank in place.layout.ranks]
 
 
-def _received(shape: tuple[int, ...], held: TensorLayout, wanted: TensorLayout, rank: int) -> int:
-    region = wanted.region(shape, rank)
-    return volume(region) - volume(intersect(region, held.region(shape, rank)))
+def rollout_bytes(model: RoleModel, place: Placement) -> list[int]:
+    """Bytes that the rollout's weights take on each of an actor's ranks, in the order of its layout.
+
+    Where a rank holds just what the rollout wants, in the dtype that it wants, nothing is taken, unless an adapter is
+    merged into it. Adapters themselves are gone by then.
+
+    Args:
+        model: The actor.
+        place: Where it lies.
+    """
+    copied: dict[_Kind, int] = {}
+    shared: dict[_Kind, int] = {}
+    for parameter in model.parameters:
+        same_dtype = parameter.itemsize == model.compute_bytes and not parameter.adapted
+        if not parameter.adapter:
+            _add(shared if same_dtype else copied, parameter, place, model.compute_bytes)
+
+    def taken(kind: _Kind, rank: int, may_share: bool) -> int:
+        held, wanted = _regions(kind, rank)
+        return 0 if may_share and held == wanted else volume(wanted)
+
+    return [
+        sum(size * taken(kind, rank, False) for kind, size in copied.items())
+        + sum(size * taken(kind, rank, True) for kind, size in shared.items())
+        for rank in place.layout.ranks
+    ]
+
+
+def _add(kinds: dict[_Kind, int], parameter: ParameterShape, place: Placement, itemsize: int) -> None:
+    kind = (parameter.shape, place.held(parameter), place.rolled_out(parameter))
+    kinds[kind] = kinds.get(kind, 0) + itemsize
+
+
+def _regions(kind: _Kind, rank: int) -> tuple[Region, Region]:
+    shape, held, wanted = kind
+    return held.region(shape, rank), wanted.region(shape, rank)
