@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter  # torch exports it nowhere else
+from torch.distributed.tensor import DTensor, Shard
 
 from lightning_verl.models.compat import reduce_scatter_flat
 from lightning_verl.parallel.structure import decoder_layers
@@ -42,7 +43,13 @@ class GroupReduceScatter(ReduceScatter):
         return reduce_scatter_flat(output_tensor, input_tensor, op, self.group, async_op)
 
 
-def apply_fsdp(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, reduce: dist.ProcessGroup) -> None:
+def apply_fsdp(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    reduce: dist.ProcessGroup,
+    dims: Mapping[str, int] | None = None,
+) -> None:
     """Cut a role's parameters over the data axis, in place.
 
     The role is the root unit, so that heads of its own (a value head) are synchronised too. The root reshards after its
@@ -53,17 +60,27 @@ def apply_fsdp(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy
         mesh: ``(shard,)`` or ``(replicate, shard)``.
         policy: Mixed-precision policy, the same for every unit.
         reduce: The group for gradient reduce-scatter.
+        dims: The dim to cut, by a parameter's name in the role; 0 for those left out, and where the dim does not
+            divide evenly (FSDP2 wants that of any other dim than 0).
     """
-    for layer in decoder_layers(module):
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-    fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    units: list[nn.Module] = [*decoder_layers(module), module]
+    for unit in units:
+        # Anew for each unit: the parameters of those before are gone, and others may have taken their ids.
+        wanted = {id(p): dims[name] for name, p in module.named_parameters() if name in dims} if dims else {}
+
+        def placement(parameter: nn.Parameter, wanted: Mapping[int, int] = wanted) -> Shard:
+            dim = wanted.get(id(parameter), 0)
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            return Shard(dim if dim and local.shape[dim] % mesh.size(-1) == 0 else 0)
+
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True, shard_placement_fn=placement)
     module._hybrid_touch = _touch  # type: ignore[assignment]
     for method in ("_hybrid_touch", "score"):
         if hasattr(module, method):
             register_fsdp_forward_method(module, method)
     if reduce is not mesh.get_group(mesh.ndim - 1):
-        for unit in fsdp_units(module):
-            unit.set_custom_reduce_scatter(GroupReduceScatter(reduce))
+        for sharded in fsdp_units(module):
+            sharded.set_custom_reduce_scatter(GroupReduceScatter(reduce))
 
 
 def _touch(nothing: None) -> None:

@@ -103,10 +103,7 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
-    plan = _plan(model)
-    base = model.base_model
-    for name, module in list(base.named_modules()):
-        style = _style(plan, name)
+    for module, style in planned_styles(model):
         if style in _CUT_STYLES:
             for linear in _linears(module, style):
                 parallelize_module(linear, mesh, ColwiseParallel() if style == "colwise" else RowwiseParallel())
@@ -116,25 +113,30 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         raise RuntimeError(f"{type(model).__name__}: tensor parallelism untied the output head from the embedding")
 
 
+def planned_styles(model: PreTrainedModel) -> list[tuple[nn.Module, str]]:
+    """The modules that a model's tensor-parallel plan names, each with its style."""
+    plan = _plan(model)
+    found = []
+    for name, module in model.base_model.named_modules():
+        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        if style is not None:
+            found.append((module, style))
+    return found
+
+
 def _plan(model: PreTrainedModel) -> dict[str, str]:
     return dict(getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {})
 
 
 def cut_dims(model: PreTrainedModel) -> dict[nn.Parameter, int]:
     """Which parameters ``apply_tensor_parallel`` cuts, and along which dim; the others stay whole."""
-    plan, dims = _plan(model), {}
-    for name, module in model.base_model.named_modules():
-        style = _style(plan, name)
+    dims: dict[nn.Parameter, int] = {}
+    for module, style in planned_styles(model):
         for linear in _linears(module, style) if style in _CUT_STYLES else ():
             dims[linear.weight] = 0 if style == "colwise" else 1
             if linear.bias is not None and style == "colwise":
                 dims[linear.bias] = 0
     return dims
-
-
-def _style(plan: dict[str, str], name: str) -> str | None:
-    """What a plan, which writes ``*`` for the number of a layer, says about a module."""
-    return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
 
 
 def _linears(module: nn.Module, style: str) -> list[Any]:

@@ -10,7 +10,7 @@ from lightning_verl.planning.memory import Item, Phase
 from lightning_verl.planning.plan import Plan, RankMemory, same_grid
 from lightning_verl.planning.shards import numel_on
 from lightning_verl.planning.traffic import HOST_RANKS, Traffic
-from lightning_verl.strategies.layout import RoleLayout, check_config
+from lightning_verl.strategies.layout import RoleLayout, check_config, rollout_layout
 
 PLENTY = 0.25
 """Of a GPU's memory: from here on what is left over is worth using."""
@@ -70,9 +70,9 @@ def _remedies(plan: Plan, kind: RankMemory, phase: Phase) -> Iterator[tuple[int,
         rows = activations + _total(items, None, ("key-value cache", "logits"))
         yield rows // 2, f"batch.rollout_batch_size={plan.sizes.rollout_batch_size // 2}"
         actor = plan.roles["actor"]
-        tensor = 2 * actor.place.rollout.tensor
+        tensor = 2 * actor.place.generating.tensor
         if actor.model.decoder.kv_heads % tensor == 0 and len(actor.layout.ranks) % tensor == 0:
-            finer = replace(actor, place=replace(actor.place, rollout_tensor=tensor))
+            finer = replace(actor, place=replace(actor.place, rollout=rollout_layout(actor.layout, tensor)))
             weights = _total(items, None, ("rollout weights",))
             yield weights - finer.rollout_weights, f"strategy.hybrid_engine_config.rollout_tp={tensor}"
     else:

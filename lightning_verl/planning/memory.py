@@ -226,8 +226,8 @@ class RoleMemory:
             sizes: The batches.
             sampling: A key of ``SAMPLE_BYTES``.
         """
-        decoder, c, tensor = self.model.decoder, self.model.compute_bytes, self.place.rollout.tensor
-        prompts = -(-sizes.rollout_batch_size // self.place.rollout.data_size)
+        decoder, c, tensor = self.model.decoder, self.model.compute_bytes, self.place.generating.tensor
+        prompts = -(-sizes.rollout_batch_size // self.place.generating.data_size)
         rows = prompts * sizes.samples_per_prompt
         weights = self._item("rollout weights", self.rollout_weights)
         return {
@@ -251,7 +251,7 @@ class RoleMemory:
     def cache(self, tokens: int) -> int:
         """Bytes of keys and values: 2 x layers x kv heads x head dim x tokens x c."""
         decoder = self.model.decoder
-        kv_heads = -(-decoder.kv_heads // self.place.rollout.tensor)
+        kv_heads = -(-decoder.kv_heads // self.place.generating.tensor)
         return 2 * decoder.layers * kv_heads * decoder.head_dim * tokens * self.model.compute_bytes
 
     # ---- sizes of units ----------------------------------------------------------------------------------------------

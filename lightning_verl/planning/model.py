@@ -13,8 +13,10 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from lightning_verl.callbacks.throughput import UpdateCost
 from lightning_verl.parallel.checkpointing import ActivationCheckpointing
+from lightning_verl.parallel.rollout import RolloutCut, rollout_cuts
 from lightning_verl.parallel.structure import decoder_layers
 from lightning_verl.parallel.tensor import cut_dims
+from lightning_verl.resharding.sinks import RolloutModule, plain_name
 from lightning_verl.strategies.layout import is_trainable
 from lightning_verl.strategies.precision import HybridPrecision
 
@@ -35,10 +37,8 @@ class ParameterShape:
     """The number of its decoder layer, a unit of FSDP2; None: it belongs to the root unit."""
     tensor_dim: int | None
     """The dim that a tensor axis cuts in training; None: whole on each of its ranks."""
-    rollout_dim: int | None
-    """The dim that the rollout's tensor axis cuts: as in training, and the vocabulary of embedding and head."""
-    vocabulary: bool = False
-    """Whether it is embedding or head, whose parts lie on the ranks in an order of their own."""
+    rollout_cut: RolloutCut | None = None
+    """How the rollout's tensor axis cuts it; None: whole on each of its ranks."""
     expert: bool = False
     """Whether dim 0 counts experts, which an expert axis divides."""
     adapter: bool = False
@@ -169,8 +169,7 @@ def describe(module: nn.Module, precision: HybridPrecision, checkpointing: Activ
         parameter: number for number, layer in enumerate(decoder_layers(module)) for parameter in layer.parameters()
     }
     dims = cut_dims(model)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    vocabulary = {layer.weight for layer in (embedding, head) if layer is not None}
+    cuts, adapted = _rollout_of(model) if module.role == "actor" else ({}, set())
     parameters = [
         ParameterShape(
             name=name,
@@ -179,14 +178,14 @@ def describe(module: nn.Module, precision: HybridPrecision, checkpointing: Activ
             trained=parameter.requires_grad,
             layer=layer_of.get(parameter),
             tensor_dim=dims.get(parameter),
-            rollout_dim=0 if parameter in vocabulary else dims.get(parameter),
-            vocabulary=parameter in vocabulary,
+            rollout_cut=cuts.get(plain_name(name).removeprefix("model.")),
             expert=parameter.ndim == 3 and ".experts." in name,
             adapter=".lora_" in name,
-            adapted=".base_layer.weight" in name,
+            adapted=plain_name(name).removeprefix("model.") in adapted,
         )
         for name, parameter in module.named_parameters()
     ]
+    head = model.get_output_embeddings()
     return RoleModel(
         role=str(module.role),
         architecture=type(model).__name__,
@@ -197,3 +196,14 @@ def describe(module: nn.Module, precision: HybridPrecision, checkpointing: Activ
         has_head=head is not None,
         cost=None if head is None else UpdateCost.of(model),
     )
+
+
+def _rollout_of(model: Any) -> tuple[dict[str, RolloutCut], set[str]]:
+    """How the rollout cuts the parameters of a model, and which of them an adapter is merged into, by name."""
+    view = RolloutModule(model)
+    cuts = rollout_cuts(view.module)
+    for adapter in view.adapters:
+        cut = cuts.get(adapter.weight)
+        if cut is not None:  # column-wise B follows its target, row-wise A does
+            cuts[adapter.b if cut.dim == 0 else adapter.a] = cut
+    return cuts, {adapter.weight for adapter in view.adapters}

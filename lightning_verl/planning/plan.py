@@ -71,7 +71,7 @@ class Plan:
     hardware: Hardware
     """GPUs."""
     layouts: dict[str, RoleLayout]
-    """By role; of rewards that are functions, the actor's ranks run them."""
+    """By role, and of the actor while it generates (``"rollout"``); reward functions run on the actor's ranks."""
     sizes: BatchSizes
     """Batches."""
     roles: dict[str, RoleMemory]
@@ -100,8 +100,7 @@ def make_plan(config: TrainConfig, ranks: int | None = None, hardware: Hardware 
     sizes = _sizes(config, algorithm)
     precision = HybridPrecision(config.precision)
     modules = {role: _on_meta(role, source, config, precision) for role, source in sources.items()}
-    rollout_tensor = int(config.strategy.hybrid_engine_config.get("rollout_tp", layouts["actor"].tensor))
-    _check_models(modules, layouts, rollout_tensor)
+    _check_models(modules, layouts)
     models = {
         role: describe(module, precision, getattr(module, "activation_checkpointing", None))
         for role, module in modules.items()
@@ -109,7 +108,7 @@ def make_plan(config: TrainConfig, ranks: int | None = None, hardware: Hardware 
     roles = {
         role: RoleMemory(
             model,
-            Placement(layouts[role], rollout_tensor if role == "actor" and algorithm.needs_reward else None),
+            Placement(layouts[role], layouts["rollout"] if role == "actor" and algorithm.needs_reward else None),
             RoleBatch.of(sizes, layouts[role].data_size, same_grid(layouts["actor"], layouts[role])),
             adapter_is_reference=role == "actor" and config.model.lora is not None and "reference" not in models,
         )
@@ -190,10 +189,10 @@ def layout_problems(
     return list(problems)
 
 
-def _check_models(modules: Mapping[str, Any], layouts: Mapping[str, RoleLayout], rollout_tensor: int) -> None:
+def _check_models(modules: Mapping[str, Any], layouts: Mapping[str, RoleLayout]) -> None:
     """Refuse models that a tensor axis cannot cut; all reasons at once."""
     wanted = {role: (layouts[role].tensor, module.model) for role, module in modules.items()}
-    wanted["rollout"] = (rollout_tensor, modules["actor"].model)
+    wanted["rollout"] = (layouts["rollout"].tensor, modules["actor"].model)
     problems = [
         f"{role}: {problem}"
         for role, (tensor, model) in wanted.items()

@@ -34,7 +34,7 @@ def _layouts(plan: Plan) -> Iterator[str]:
     for role, memory in plan.roles.items():
         yield from draw(role, memory.layout)
     if plan.received:
-        yield from draw("rollout", plan.roles["actor"].place.rollout)
+        yield from draw("rollout", plan.layouts["rollout"])
     if "reward" not in plan.roles and plan.algorithm.needs_reward:
         yield "  reward     functions, on the first rank of each tensor axis of the actor"
 

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from lightning_verl.planning.model import ParameterShape, RoleModel
 from lightning_verl.resharding.planner import Cut, Grid, Region, TensorLayout, intersect, volume
-from lightning_verl.strategies.layout import RoleLayout, rollout_layout, vocabulary_layout
+from lightning_verl.strategies.layout import RoleLayout, vocabulary_layout
 
 
 @dataclass(frozen=True)
@@ -16,13 +16,8 @@ class Placement:
 
     layout: RoleLayout
     """The layout in training."""
-    rollout_tensor: int | None = None
-    """Tensor ranks of the rollout; None: it is not rolled out."""
-
-    @cached_property
-    def rollout(self) -> RoleLayout:
-        """The layout of the rollout."""
-        return rollout_layout(self.layout, self.rollout_tensor or self.layout.tensor)
+    rollout: RoleLayout | None = None
+    """The layout of the rollout; None: it is not rolled out."""
 
     @cached_property
     def _dense(self) -> Grid:
@@ -34,11 +29,22 @@ class Placement:
 
     @cached_property
     def _rollout_grid(self) -> Grid:
-        return self.rollout.grid()
+        return self.generating.grid()
 
     @cached_property
     def _vocabulary_grid(self) -> Grid:
-        return vocabulary_layout(self.layout, self.rollout).grid()
+        return vocabulary_layout(self.layout, self.generating).grid()
+
+    @property
+    def generating(self) -> RoleLayout:
+        """The layout of the rollout.
+
+        Raises:
+            RuntimeError: There is none.
+        """
+        if self.rollout is None:
+            raise RuntimeError(f"Placement: the {self.layout.role} is not rolled out.")
+        return self.rollout
 
     def gathered(self, parameter: ParameterShape) -> TensorLayout:
         """A parameter while its FSDP2 unit is gathered: cut by the tensor and the expert axis only."""
@@ -55,8 +61,9 @@ class Placement:
         gathered = self.gathered(parameter)
         axis = "expert_shard" if parameter.expert else "shard"
         dim = 0
-        if self.rollout_tensor is not None and self.rollout_tensor > self.layout.tensor:
-            dim = parameter.rollout_dim or 0
+        finer = self.rollout is not None and self.rollout.tensor > self.layout.tensor
+        if finer and parameter.rollout_cut is not None and not parameter.adapter:
+            dim = parameter.rollout_cut.dim
             tensor = self.layout.tensor if parameter.tensor_dim == dim else 1
             if parameter.shape[dim] % (tensor * gathered.grid.size(axis)):
                 dim = 0
@@ -64,10 +71,11 @@ class Placement:
 
     def rolled_out(self, parameter: ParameterShape) -> TensorLayout:
         """A parameter in the rollout: one copy on each tensor axis of the rollout."""
-        if parameter.rollout_dim is None or self.rollout.tensor == 1:
+        cut = parameter.rollout_cut
+        if cut is None:
             return TensorLayout(self._rollout_grid)
-        grid = self._vocabulary_grid if parameter.vocabulary else self._rollout_grid
-        return TensorLayout(grid, (Cut("tensor", parameter.rollout_dim),))
+        grid = self._vocabulary_grid if cut.vocabulary else self._rollout_grid
+        return TensorLayout(grid, (Cut("tensor", cut.dim),))
 
 
 def numel_on(parameter: ParameterShape, layout: TensorLayout, rank: int) -> int:

@@ -48,6 +48,7 @@ class Actor(Role):
         self.has_adapter = lora_config is not None
         self.tokenizer = tokenizer if tokenizer is not None else load_tokenizer(source)
         self._engine: RolloutEngine | None = None
+        self._generator: list[Any] = [self.model]  # in a list, so that it is no submodule
 
     def forward(
         self, batch: RolloutBatch, temperature: float = 1.0, with_entropy: bool = False
@@ -73,15 +74,19 @@ class Actor(Role):
         )
         return spread(logprobs, batch), None if entropy is None else spread(entropy, batch)
 
+    def generate_with(self, model: Any) -> None:
+        """Let the engine run on another module than the trained one; the strategy puts the weights into it."""
+        self._generator, self._engine = [model], None
+
     @property
     def engine(self) -> RolloutEngine:
-        """The rollout engine over this actor's weights, built on first use."""
+        """The rollout engine, built on first use. Its weights are in place inside ``strategy.rollout(actor)``."""
         if self._engine is None:
             from lightning_verl.rollout.transformers import TransformersEngine
 
             tokenizer = self.require_tokenizer()
             self._engine = TransformersEngine(
-                self.model,
+                self._generator[0],
                 pad_token_id=int(tokenizer.pad_token_id),
                 eos_token_ids=self.eos_token_ids,
                 tokenizer=cast(Any, tokenizer),

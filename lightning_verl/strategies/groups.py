@@ -12,12 +12,19 @@ from lightning_verl.strategies.layout import RoleLayout, check_names
 
 DEFAULT_TIMEOUT = timedelta(seconds=1800)
 
-OPERATIONS = {"gather": "shard", "reduce": "shard", "replicate": "replicate", "tensor": "tensor", "scores": "data"}
+OPERATIONS = {
+    "gather": "shard",
+    "reduce": "shard",
+    "replicate": "replicate",
+    "tensor": "tensor",
+    "scores": "data",
+    "reshard": "all",
+}
 """What a role communicates, and along which axis of its grid.
 
 ``gather``: FSDP2's parameter all-gather. ``reduce``: its gradient reduce-scatter. ``replicate``: the gradient
 all-reduce over whole copies. ``tensor``: the reductions inside cut matrices. ``scores``: loss normalisers, statistics
-and scores.
+and scores. ``reshard``: weights on their way from the update layout to the rollout layout.
 """
 
 
@@ -98,7 +105,7 @@ class GroupRegistry:
         if own is not None:
             return own
         axis = OPERATIONS[operation]
-        for line in layout.lines(axis):
+        for line in _lines(layout, axis):
             if tuple(line) not in self._shared:
                 self._shared[tuple(line)] = NCCLGroupManager.create_group(
                     line, self._backend, self._timeout, description=f"shared:{line}"
@@ -111,4 +118,10 @@ class GroupRegistry:
 
 def _own_line(layout: RoleLayout, axis: str) -> list[int]:
     rank = dist.get_rank()
-    return next(line for line in layout.lines(axis) if rank in line)
+    return next(line for line in _lines(layout, axis) if rank in line)
+
+
+def _lines(layout: RoleLayout, axis: str) -> list[list[int]]:
+    """The lines of a grid as groups. Those of the rollout ascend, as torch 2.11 wants it; no order matters there."""
+    lines = layout.lines(axis)
+    return [sorted(line) for line in lines] if layout.role == "rollout" else lines

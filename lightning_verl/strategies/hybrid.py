@@ -23,8 +23,10 @@ from lightning_verl.models.compat import check_versions
 from lightning_verl.parallel.checkpointing import ActivationCheckpointing, apply_activation_checkpointing
 from lightning_verl.parallel.fsdp import apply_fsdp, gathered, no_gradient_sync, reshard
 from lightning_verl.parallel.tensor import apply_tensor_parallel, models_to_cut
+from lightning_verl.resharding.executor import BUCKET_BYTES, ReshardReport
 from lightning_verl.strategies import checkpoint
 from lightning_verl.strategies.clipping import clip_by_true_norm
+from lightning_verl.strategies.engine import HybridEngine, LentEngine
 from lightning_verl.strategies.groups import DEFAULT_TIMEOUT, GroupRegistry
 from lightning_verl.strategies.layout import ROLES, RoleLayout, check_config, check_names, is_trainable, resolve_layouts
 from lightning_verl.strategies.mesh import DeviceMesh
@@ -48,7 +50,12 @@ class HybridStrategy(ModelParallelStrategy):
         mesh_shape: Ranks of the axes (data, tensor, pipeline, expert), or a ``DeviceMesh``. None: data = world.
         parallelism_config: Sizes of single roles, such as ``{"actor": {"dp": 2, "tp": 2}}``; keys ``dp`` (shards),
             ``tp``, ``replicate`` (fill the mesh with copies). A role that is left out takes the mesh's numbers.
-        hybrid_engine_config: ``rollout_tp`` and ``update_dp``; today both must agree with the actor's entry.
+        hybrid_engine_config: ``rollout_tp``, the ranks that cut the actor while it generates (None: the actor's
+            ``tp``), and ``update_dp``, which must agree with the actor's entry.
+        enable_3d_hybrid: Whether the actor generates in a layout of its own, with its weights resharded for the
+            rollout. False gathers them in the update layout instead.
+        reshard_bucket_bytes: Most bytes that one bucket of a resharding sends and receives on a rank; two are in
+            flight.
         activation_checkpointing: ``"selective"``, ``"full"``, a list of module-name suffixes or None; a role's own
             wins.
         defer_gradient_sync: Over an accumulated mini-batch, reduce gradients once at its end instead of in every
@@ -67,6 +74,8 @@ class HybridStrategy(ModelParallelStrategy):
         parallelism_config: Mapping[str, Mapping[str, Any]] | None = None,
         hybrid_engine_config: Mapping[str, Any] | None = None,
         *,
+        enable_3d_hybrid: bool = True,
+        reshard_bucket_bytes: int = BUCKET_BYTES,
         activation_checkpointing: ActivationCheckpointing = None,
         defer_gradient_sync: bool = False,
         timeout: timedelta = DEFAULT_TIMEOUT,
@@ -79,13 +88,16 @@ class HybridStrategy(ModelParallelStrategy):
         self.mesh = None if mesh_shape is None else DeviceMesh.of(mesh_shape)
         self.activation_checkpointing = activation_checkpointing
         self.defer_gradient_sync = defer_gradient_sync
+        self.enable_3d_hybrid = enable_3d_hybrid
+        self.reshard_bucket_bytes = reshard_bucket_bytes
         self._config = dict(parallelism_config or {})
         self._engine_config = dict(hybrid_engine_config or {})
-        check_config(self._config, self._engine_config)
+        check_config(self._config, self._engine_config, enable_3d_hybrid)
         self._layouts: dict[str, RoleLayout] | None = None
         self._groups = GroupRegistry(timeout, process_group_backend)
         self._meshes: dict[str, TorchDeviceMesh] = {}
         self._roles: dict[str, nn.Module] = {}
+        self._hybrid_engine: HybridEngine | None = None
         self._role_of_parameter: dict[int, str] = {}
         self._versions: dict[str, int] = {}
         self._backward_sync_control = _SyncControl()
@@ -161,13 +173,13 @@ class HybridStrategy(ModelParallelStrategy):
     # ---- layouts and groups ------------------------------------------------------------------------------------------
 
     def layout(self, role: str) -> RoleLayout:
-        """The layout of a role.
+        """The layout of a role, or of the actor while it generates (``"rollout"``).
 
         Raises:
             RuntimeError: The strategy is not part of a Fabric yet, so the number of ranks is not known.
             ValueError: An unknown role.
         """
-        check_names(type(self).__name__, [role], ROLES, "role")
+        check_names(type(self).__name__, [role], (*ROLES, "rollout"), "role")
         if self._layouts is None:
             raise RuntimeError("HybridStrategy.layout needs the number of ranks: pass the strategy to Fabric first.")
         return self._layouts[role]
@@ -261,6 +273,7 @@ class HybridStrategy(ModelParallelStrategy):
         models = models_to_cut(module, layout.tensor)
         self.hybrid_precision.convert_module(module)
         module.to(self.root_device)
+        engine = self._make_engine(module, role)
         mode = getattr(module, "activation_checkpointing", None)
         if not dist.is_initialized():
             apply_activation_checkpointing(module, mode or self.activation_checkpointing)
@@ -272,7 +285,17 @@ class HybridStrategy(ModelParallelStrategy):
         apply_activation_checkpointing(module, mode or self.activation_checkpointing)
         if layout.data_size > 1 or self.hybrid_precision.needs_policy or self.root_device.type == "cuda":
             axes = (f"{role}_replicate", f"{role}_shard") if layout.replicas > 1 else (f"{role}_shard",)
-            apply_fsdp(module, mesh[axes], self.hybrid_precision.policy(), self._groups.get(layout, "reduce"))
+            dims = engine.aligned_dims() if engine else {}
+            policy, reduce = self.hybrid_precision.policy(), self._groups.get(layout, "reduce")
+            apply_fsdp(module, mesh[axes], policy, reduce, dims)
+
+    def _make_engine(self, module: Any, role: str) -> HybridEngine | None:
+        """The hybrid engine of an actor that can generate with another module than its own, from before it is cut."""
+        if role != "actor" or not self.enable_3d_hybrid or not hasattr(module, "generate_with"):
+            return None
+        self._hybrid_engine = HybridEngine(self, module.model, self.reshard_bucket_bytes)
+        module.generate_with(self._hybrid_engine.module)
+        return self._hybrid_engine
 
     def _copy_from_first_rank(self, module: nn.Module, layout: RoleLayout) -> None:
         """Make every rank start from the same weights, also where they were drawn at random on each."""
@@ -355,13 +378,21 @@ class HybridStrategy(ModelParallelStrategy):
             actor: The actor, set up; as Fabric returned it or the module itself.
         """
         module = getattr(actor, "module", actor)
+        role = self.role_of(module)
         engine: Any = module.engine
-        with gathered(module):
-            engine.load_weights((), self.weight_version(self.role_of(module)))
+        with gathered(module) if self._hybrid_engine is None else self._hybrid_engine.weights():
+            engine.load_weights((), self.weight_version(role))
+            lent = LentEngine(engine, lambda: self.weight_version(role))
             try:
-                yield engine
+                yield lent
             finally:
+                lent.take_back()
                 engine.release()
+
+    @property
+    def reshard_report(self) -> ReshardReport | None:
+        """What the last resharding cost on this rank; None before the first, and without the 3D hybrid engine."""
+        return None if self._hybrid_engine is None else self._hybrid_engine.report
 
     @contextmanager
     def update(self, actor: nn.Module) -> Iterator[nn.Module]:

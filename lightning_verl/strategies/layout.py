@@ -125,7 +125,9 @@ def check_names(owner: str, given: Iterable[str], known: Iterable[str], what: st
         raise ValueError(f"{owner} got an unknown {what} {name!r}; known are {', '.join(map(repr, known))}.{hint}")
 
 
-def check_config(parallelism_config: Mapping[str, Mapping[str, Any]], engine: Mapping[str, Any]) -> None:
+def check_config(
+    parallelism_config: Mapping[str, Mapping[str, Any]], engine: Mapping[str, Any], enable_3d_hybrid: bool = True
+) -> None:
     """Check names and values that need no world size.
 
     Raises:
@@ -146,6 +148,12 @@ def check_config(parallelism_config: Mapping[str, Mapping[str, Any]], engine: Ma
     check_names(owner, engine, _ENGINE_KEYS, "key")
     for key in ("rollout_tp", "update_dp"):
         _check_size(owner, key, engine.get(key, 1))
+    if not enable_3d_hybrid and "rollout_tp" in engine:
+        raise ValueError(
+            f"{owner} got rollout_tp={engine['rollout_tp']} with enable_3d_hybrid=False, which rolls out in the "
+            f"update layout. "
+            "Leave one of them out."
+        )
     if engine.get("offload_to_cpu"):
         raise ValueError(
             f"{owner} got offload_to_cpu=True, which is not supported yet; leave it out or set it to False."
@@ -163,7 +171,7 @@ def resolve_layouts(
     parallelism_config: Mapping[str, Mapping[str, Any]],
     engine: Mapping[str, Any],
 ) -> dict[str, RoleLayout]:
-    """Derive the layout of every role.
+    """Derive the layout of every role, and of the actor while it generates (``"rollout"``).
 
     Ranks that a role claims with ``ranks`` lie outside the mesh. What remains is k whole meshes, which replicate the
     mesh k times along data. A role that is left out takes the mesh's own numbers. ``dp x tp x ep`` of a role equals
@@ -198,7 +206,13 @@ def resolve_layouts(
         )
     ranks = tuple(free)
     layouts = {role: _layout(role, mesh, ranks, parallelism_config.get(role)) for role in ROLES}
-    _check_engine(layouts["actor"], engine)
+    actor = layouts["actor"]
+    if (update_dp := engine.get("update_dp", actor.shards)) != actor.shards:
+        raise ValueError(
+            f"HybridStrategy(hybrid_engine_config): update_dp={update_dp} differs from the actor's dp={actor.shards}. "
+            "Leave update_dp out or make them agree."
+        )
+    layouts["rollout"] = rollout_layout(actor, engine.get("rollout_tp", actor.tensor))
     return layouts
 
 
@@ -263,19 +277,3 @@ def vocabulary_layout(actor: RoleLayout, rollout: RoleLayout) -> RoleLayout:
     order = {rank: actor.coordinates(rank)[1:] for rank in actor.ranks}
     ranks = [rank for line in rollout.lines("tensor") for rank in sorted(line, key=order.__getitem__)]
     return replace(rollout, ranks=tuple(ranks))
-
-
-def _check_engine(actor: RoleLayout, engine: Mapping[str, Any]) -> None:
-    update_dp = engine.get("update_dp", actor.shards)
-    if update_dp != actor.shards:
-        raise ValueError(
-            f"HybridStrategy(hybrid_engine_config): update_dp={update_dp} differs from the actor's dp={actor.shards}. "
-            "Leave update_dp out or make them agree."
-        )
-    rollout_tp = engine.get("rollout_tp", actor.tensor)
-    if rollout_tp != actor.tensor:
-        raise ValueError(
-            f"HybridStrategy(hybrid_engine_config): rollout_tp={rollout_tp} differs from the actor's "
-            f"tp={actor.tensor}; a "
-            "rollout layout of its own is not supported yet. Leave rollout_tp out or make them agree."
-        )

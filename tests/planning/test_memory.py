@@ -275,7 +275,7 @@ def test_every_rank_holds_what_is_planned(
 
 def test_an_uneven_vocabulary_by_hand() -> None:
     # 129 rows over 2 shards: 65 and 64; FSDP2 allocates 65 on both, so the first rank's number is planned for all.
-    embedding = next(p for p in model_of().parameters if p.vocabulary)
+    embedding = next(p for p in model_of().parameters if p.rollout_cut and p.rollout_cut.vocabulary)
     place = Placement(RoleLayout("actor", 1, 2, 1, (0, 1)))
     assert [numel_on(embedding, place.held(embedding), rank) for rank in (0, 1)] == [65 * 64, 64 * 64]
 
@@ -292,7 +292,8 @@ def model_of(precision: str = "32-true", lora: bool = False, **overrides: Any) -
 
 
 def placed(world: int, mesh: tuple[int, int, int, int], tensor: int) -> Placement:
-    return Placement(resolve_layouts(world, DeviceMesh(mesh), {}, {})["actor"], tensor)
+    layouts = resolve_layouts(world, DeviceMesh(mesh), {}, {"rollout_tp": tensor})
+    return Placement(layouts["actor"], layouts["rollout"])
 
 
 def test_rollout_weights_and_what_has_to_move_by_hand() -> None:

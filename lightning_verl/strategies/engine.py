@@ -1,0 +1,164 @@
+"""The 3D hybrid engine: one actor, trained in its update layout, generating in its rollout layout.
+
+The training shards are what counts. For a rollout they are moved to where the rollout layout wants them, cast to the
+compute dtype before they travel, and put into a skeleton of the model; at the end the skeleton is emptied, so that
+there is no second copy that could drift. What a rank already holds does not move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_verl.parallel.fsdp import reshard
+from lightning_verl.parallel.rollout import RolloutCut, cut_forwards, rollout_cuts
+from lightning_verl.parallel.tensor import check_tensor_parallel
+from lightning_verl.resharding.executor import Move, Resharder, ReshardReport
+from lightning_verl.resharding.layouts import layout_of, local_part
+from lightning_verl.resharding.planner import Cut, TensorLayout, plan_tensor
+from lightning_verl.resharding.sinks import RolloutModule, merge, plain_name
+from lightning_verl.strategies.layout import vocabulary_layout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from lightning_verl.strategies.hybrid import HybridStrategy
+
+
+class LentEngine:
+    """A rollout engine while its weights are in place. It refuses to generate with others, or once it was taken back.
+
+    Everything else is the engine's own.
+
+    Args:
+        engine: Any ``RolloutEngine``.
+        version: Tells the version of the trained weights now.
+    """
+
+    def __init__(self, engine: Any, version: Callable[[], int]) -> None:
+        self._engine, self._version, self._lent = engine, version, True
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """What ``RolloutEngine.generate`` does.
+
+        Raises:
+            RuntimeError: The rollout is over, or the weights were trained since it began.
+        """
+        name = type(self._engine).__name__
+        if not self._lent:
+            raise RuntimeError(
+                f"{name}.generate was called after its rollout: the weights are gone. Call it inside "
+                "`with strategy.rollout(actor) as engine`."
+            )
+        held, trained = self._engine.weight_version, self._version()
+        if held != trained:
+            raise RuntimeError(
+                f"{name}.generate holds version {held} of the weights, but the actor is at version {trained}: it was "
+                "trained during the rollout. Leave the context before the update and enter it again."
+            )
+        return self._engine.generate(*args, **kwargs)
+
+    def take_back(self) -> None:
+        """End the loan."""
+        self._lent = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+class HybridEngine:
+    """Holds the rollout module of one actor and fills it.
+
+    Args:
+        strategy: Knows the layouts and groups.
+        model: The actor's model, on its device and not yet cut.
+        bucket_bytes: Most bytes that one bucket of a resharding sends and receives on a rank.
+
+    Raises:
+        ValueError: The model cannot be cut over the rollout's tensor ranks, or has adapters that cannot be merged.
+    """
+
+    def __init__(self, strategy: HybridStrategy, model: PreTrainedModel, bucket_bytes: int) -> None:
+        self._strategy = strategy
+        self._bucket_bytes = bucket_bytes
+        self._trained: nn.Module = model
+        self._rollout = strategy.layout("rollout")
+        if self._rollout.tensor > 1:
+            check_tensor_parallel(model, self._rollout.tensor)
+        self._view = RolloutModule(model)
+        self._cuts = rollout_cuts(self._view.module) if self._rollout.tensor > 1 else {}
+        self._vocabulary = vocabulary_layout(strategy.layout("actor"), self._rollout)
+        group = strategy.group("rollout", "tensor")
+        if group is not None and self._rollout.tensor > 1:
+            ranks = torch.distributed.get_process_group_ranks(group)
+            cut_forwards(self._view.module, group, tuple(map(self._vocabulary.tensor_rank, ranks)))
+        self._resharder: Resharder | None = None
+        self.report: ReshardReport | None = None
+        """What the last resharding cost."""
+
+    @property
+    def module(self) -> PreTrainedModel:
+        """The model that generates. Without weights outside of ``weights``."""
+        return self._view.module  # type: ignore[no-any-return]
+
+    def aligned_dims(self) -> dict[str, int]:
+        """The dim that FSDP2 should cut for a rank's update shard to lie inside its rollout shard, by name in the
+        actor.
+
+        Only where the rollout is cut finer than the update layout, and only dims other than 0, which is the default.
+        """
+        if self._rollout.tensor <= self._strategy.layout("actor").tensor:
+            return {}
+        cuts = {f"model.{name}": self._cuts.get(plain_name(name)) for name, _ in self._trained.named_parameters()}
+        return {name: cut.dim for name, cut in cuts.items() if cut is not None and cut.dim}
+
+    @contextmanager
+    def weights(self) -> Iterator[None]:
+        """Hold the weights as they are now in the rollout module (a collective call of the actor's ranks)."""
+        reshard(self._trained)
+        sources = {name: local_part(parameter) for name, parameter in self._trained.named_parameters()}
+        tensors, self.report = self._moves(sources).run({plain_name(name): part for name, part in sources.items()})
+        for adapter in self._view.adapters:
+            merge(tensors[adapter.weight], tensors.pop(adapter.a), tensors.pop(adapter.b), adapter)
+        self._view.fill(tensors)
+        del tensors, sources
+        try:
+            yield
+        finally:
+            self._view.drop()
+
+    def _moves(self, sources: dict[str, Tensor]) -> Resharder:
+        """The resharder, made on first use: only then is the trained module sharded."""
+        if self._resharder is None:
+            dtype = self._strategy.hybrid_precision.compute_dtype
+            adapted = {adapter.weight for adapter in self._view.adapters}
+            wanted = {name: self._target(self._cuts.get(name)) for name in self._view.shapes}
+            for adapter in self._view.adapters:
+                cut = self._cuts.get(adapter.weight)
+                wanted[adapter.a] = self._target(cut if cut and cut.dim == 1 else None)
+                wanted[adapter.b] = self._target(cut if cut and cut.dim == 0 else None)
+            moves = {}
+            for name, parameter in self._trained.named_parameters():
+                plain = plain_name(name)
+                if plain in wanted:
+                    plan = plan_tensor(tuple(parameter.shape), self._source(parameter), wanted[plain])
+                    kept = sources[name].dtype if plain not in self._view.shapes else dtype
+                    moves[plain] = Move(plan, kept, may_alias=plain not in adapted)
+            self._resharder = Resharder(moves, self._strategy.group("actor", "reshard"), self._bucket_bytes)
+        return self._resharder
+
+    def _source(self, parameter: Tensor) -> TensorLayout:
+        layout = self._strategy.layout("actor")
+        whole, experts = layout.grid(), layout.grid(experts=True)
+        grids = {"": whole, **dict.fromkeys(whole.axes, whole), "expert_shard": experts, "expert": experts}
+        return layout_of(parameter, "actor", grids)
+
+    def _target(self, cut: RolloutCut | None) -> TensorLayout:
+        if cut is None:
+            return TensorLayout(self._rollout.grid())
+        layout = self._vocabulary if cut.vocabulary else self._rollout
+        return TensorLayout(layout.grid(), (Cut("tensor", cut.dim),))
