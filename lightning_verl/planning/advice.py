@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from lightning_verl.planning.memory import Item, Phase
+from lightning_verl.planning.memory import Item, Phase, RoleMemory
 from lightning_verl.planning.plan import Plan, RankMemory, same_grid
 from lightning_verl.planning.shards import numel_on
-from lightning_verl.planning.traffic import HOST_RANKS, Traffic
+from lightning_verl.planning.traffic import HOST_RANKS, Traffic, hosts
 from lightning_verl.strategies.layout import RoleLayout, check_config, rollout_layout
 
 PLENTY = 0.25
@@ -65,7 +65,7 @@ def _remedies(plan: Plan, kind: RankMemory, phase: Phase) -> Iterator[tuple[int,
             yield _total(items, role, ("optimizer state", "gradients")), f"{role}: model.lora, almost all of it"
     activations = _total(items, None, ("activations",))
     if phase.name.endswith("_update"):
-        yield from _activation_remedies(plan, phase, activations)
+        yield from _update_remedies(plan, plan.roles[phase.name.removesuffix("_update")])
     elif phase.name == "rollout":
         rows = activations + _total(items, None, ("key-value cache", "logits"))
         yield rows // 2, f"batch.rollout_batch_size={plan.sizes.rollout_batch_size // 2}"
@@ -76,20 +76,24 @@ def _remedies(plan: Plan, kind: RankMemory, phase: Phase) -> Iterator[tuple[int,
             weights = _total(items, None, ("rollout weights",))
             yield weights - finer.rollout_weights, f"strategy.hybrid_engine_config.rollout_tp={tensor}"
     else:
-        yield activations // 2, _half_micro_batch(plan)
+        tokens = plan.sizes.max_tokens_per_micro_batch // 2
+        yield activations // 2, f"batch.max_tokens_per_micro_batch={tokens}"
 
 
-def _activation_remedies(plan: Plan, phase: Phase, activations: int) -> Iterator[tuple[int, str]]:
-    memory = plan.roles[phase.name.removesuffix("_update")]
-    if activations and memory.model.checkpointing != "full":
+def _update_remedies(plan: Plan, memory: RoleMemory) -> Iterator[tuple[int, str]]:
+    """Ways to keep fewer activations; what they save is the difference of the peaks, which may be at other moments."""
+
+    def peak(changed: RoleMemory) -> int:
+        return max(sum(item.bytes for item in items) for items in changed.update().values())
+
+    if memory.model.checkpointing != "full":
         recomputed = replace(memory, model=replace(memory.model, checkpointing="full"))
-        yield activations - sum(recomputed.activations()), "model.activation_checkpointing=full"
-    if plan.sizes.rows_per_micro_batch > 1:
-        yield activations // 2, _half_micro_batch(plan)
-
-
-def _half_micro_batch(plan: Plan) -> str:
-    return f"batch.max_tokens_per_micro_batch={plan.sizes.max_tokens_per_micro_batch // 2}"
+        yield peak(memory) - peak(recomputed), "model.activation_checkpointing=full"
+    rows = memory.batch.micro_batch_tokens // plan.sizes.row_tokens
+    if rows > 1:
+        tokens = -(-rows // 2) * plan.sizes.row_tokens
+        smaller = replace(memory, batch=replace(memory.batch, micro_batch_tokens=tokens, micro_batches=2))
+        yield peak(memory) - peak(smaller), f"batch.max_tokens_per_micro_batch={tokens}"
 
 
 def _ranks_for_shards(layout: RoleLayout) -> str:
@@ -152,6 +156,26 @@ def _grown(size: int, taken: int, left: int) -> int:
 
 
 def _traffic(plan: Plan) -> Iterator[Advice]:
+    yield from _gather_bound(plan)
+    for name, layout in (("rollout", plan.roles["actor"].place.rollout), ("actor", plan.layouts["actor"])):
+        if layout is not None and layout.tensor <= HOST_RANKS:
+            yield from _scattered(name, layout)
+
+
+def _scattered(name: str, layout: RoleLayout) -> Iterator[Advice]:
+    """The line on a tensor axis that would fit on a host and does not lie on one."""
+    line = max(layout.lines("tensor"), key=lambda ranks: len(hosts(ranks)))
+    if len(hosts(line)) > 1:
+        key = "parallelism_config.actor.tp" if name == "actor" else "hybrid_engine_config.rollout_tp"
+        yield Advice(
+            "traffic",
+            f"the tensor axis of the {name} lies on {len(hosts(line))} hosts of {HOST_RANKS} ranks, such as "
+            f"{line}: in each layer it waits for the network. A mesh_shape of {HOST_RANKS} ranks keeps it on one host; "
+            f"or lower {key}.",
+        )
+
+
+def _gather_bound(plan: Plan) -> Iterator[Advice]:
     traffic = Traffic.of(plan.roles["actor"], plan.sizes, plan.hardware.link)
     if traffic is None or not traffic.is_bound:
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 
 from lightning_verl.planning.advice import advise, gib, gigabytes, milliseconds, ranges
@@ -11,6 +12,8 @@ from lightning_verl.strategies.layout import RoleLayout
 
 GROUPS_SHOWN = 4
 """Groups of a line and lines of a drawing up to which nothing is left out."""
+WIDTH = 110
+"""Columns of advice."""
 
 
 def report(plan: Plan) -> str:
@@ -25,8 +28,8 @@ def _head(plan: Plan) -> Iterator[str]:
     yield f"Plan: {name} on {plan.world_size:,} ranks, {config.precision}, {hardware.memory_gib:g} GiB a GPU"
     for role, memory in plan.roles.items():
         model = memory.model
-        line = f"  {role:<10} {model.architecture}, {model.numel / 1e9:.3f} B parameters"
-        yield line + (f", {model.trained_numel / 1e9:.3f} B trained" if model.is_trained else ", frozen")
+        line = f"  {role:<10} {model.architecture}, {model.numel:,} parameters"
+        yield line + (f", {model.trained_numel:,} trained" if model.is_trained else ", frozen")
 
 
 def _layouts(plan: Plan) -> Iterator[str]:
@@ -153,4 +156,4 @@ def _advice(plan: Plan) -> Iterator[str]:
     lines = advise(plan)
     yield "Advice" if lines else "Advice: none"
     for line in lines:
-        yield f"  {line.topic + ':':<14}{line.text}"
+        yield textwrap.fill(line.text, WIDTH, initial_indent=f"  {line.topic + ':':<14}", subsequent_indent=" " * 16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -78,4 +79,9 @@ class Traffic:
 
 def _link(ranks: list[int]) -> float:
     """The bandwidth among ranks, by whether they are on one host."""
-    return HOST_LINK if len({rank // HOST_RANKS for rank in ranks}) == 1 else NETWORK_LINK
+    return HOST_LINK if len(hosts(ranks)) == 1 else NETWORK_LINK
+
+
+def hosts(ranks: Iterable[int]) -> set[int]:
+    """The hosts that ranks are on."""
+    return {rank // HOST_RANKS for rank in ranks}

@@ -32,12 +32,12 @@ from lightning_verl.planning.memory import (
     saved_per_token,
 )
 from lightning_verl.planning.model import Decoder, describe
-from lightning_verl.planning.shards import Placement, numel_on, received_bytes
+from lightning_verl.planning.shards import Placement, numel_on, received_bytes, rollout_bytes
 from lightning_verl.rollout.sampling import sample_tokens
 from lightning_verl.strategies.layout import RoleLayout, resolve_layouts
 from lightning_verl.strategies.mesh import DeviceMesh
 from lightning_verl.strategies.precision import HybridPrecision
-from lightning_verl.testing import run_ranks, tiny_config, tiny_model
+from lightning_verl.testing import char_tokenizer, run_ranks, tiny_config, tiny_model
 
 LORA = {"r": 4, "target_modules": ["q_proj", "down_proj"]}
 SIZES = BatchSizes(
@@ -271,6 +271,41 @@ def test_every_rank_holds_what_is_planned(
     for planned, real in results:
         assert planned == real
     assert results[0][0]["parameters"] > 0
+
+
+def resharding(precision: Any, options: Mapping[str, Any]) -> tuple[list[int], list[int], int, int]:
+    """What is planned for the way to the rollout, on all ranks, and what it was on this one: received and made."""
+    fabric = Fabric(accelerator="cpu", strategy=HybridStrategy(**options), precision=precision)
+    fabric.launch()
+    strategy, tokenizer = fabric.strategy, char_tokenizer()
+    actor = Actor(tiny_model("qwen3", vocab_size=len(tokenizer), num_key_value_heads=4), tokenizer=tokenizer)
+    model = describe(strategy.hybrid_precision.convert_module(actor), strategy.hybrid_precision)
+    place = Placement(strategy.layout("actor"), strategy.layout("rollout"))
+    wrapped = fabric.setup_module(actor)
+    with strategy.rollout(wrapped):
+        report = strategy.reshard_report
+    return (
+        received_bytes(model, place),
+        rollout_bytes(model, place),
+        report.received_bytes,
+        report.received_bytes + report.copied_bytes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "precision", "options"),
+    [
+        (2, "32-true", {"hybrid_engine_config": {"rollout_tp": 2}}),
+        (4, "bf16-mixed", FOUR),
+        (4, "32-true", {**FOUR, "hybrid_engine_config": {"rollout_tp": 4}}),
+    ],
+)
+def test_every_rank_receives_and_makes_what_is_planned(ranks: int, precision: Any, options: Mapping[str, Any]) -> None:
+    for rank, (received, made, really_received, really_made) in enumerate(
+        run_ranks(resharding, ranks, precision, options)
+    ):
+        assert (received[rank], made[rank]) == (really_received, really_made)
+        assert made[rank] > 0
 
 
 def test_an_uneven_vocabulary_by_hand() -> None:
