@@ -39,7 +39,7 @@ from lightning_verl.parallel.fsdp import reshard
 from lightning_verl.rewards.functions import Scores
 from lightning_verl.rewards.scores import join_scores
 from lightning_verl.roles.adapter import AdapterReference
-from lightning_verl.rollout.batch import demonstrations, join_rollouts
+from lightning_verl.rollout.batch import AnsweredPrompts, demonstrations, join_rollouts
 from lightning_verl.rollout.sampling import SamplingParams
 from lightning_verl.strategies.dispatch import Gate, RowExchange, gather_counts, share_from_first_tensor_rank
 from lightning_verl.strategies.hybrid import HybridStrategy
@@ -189,7 +189,7 @@ class HybridDataFlow:
         Raises:
             ValueError: The strategy's layout has another number of tensor ranks.
         """
-        _check_layout("get_actor_for_rollout", "tp_size", tp_size, self.strategy.layout("actor").tensor)
+        _check_layout("get_actor_for_rollout", "tp_size", tp_size, self.strategy.layout("rollout").tensor)
         return self.strategy.rollout(self.modules["actor"])
 
     def get_actor_for_update(self, dp_size: int | None = None) -> AbstractContextManager[nn.Module]:
@@ -226,8 +226,11 @@ class HybridDataFlow:
             step: The training step, for the seeds.
         """
         self._max_response_length = sampling.max_new_tokens
+        rows, receipt = self._exchange.there(prompts, "actor", "rollout")
         with self.strategy.rollout(self.modules["actor"]) as engine:
-            rollouts = engine.generate(prompts, sampling, step=step)
+            self._record_resharding()
+            answered = AnsweredPrompts.of(engine.generate(rows, sampling, step=step), sampling)
+        rollouts = self._exchange.back(answered, receipt, "actor", "rollout").rollouts(sampling)
         return join_rollouts(prompts, rollouts, self.tokenizer, sampling, self.skip_special_tokens)
 
     def demonstrations(self, prompts: PromptBatch, field: str) -> RolloutBatch:
@@ -359,6 +362,23 @@ class HybridDataFlow:
             raise error
         return join_scores(parts, order=[row for part in bins for row in part])
 
+    def _record_resharding(self) -> None:
+        report = self.strategy.reshard_report
+        if report is not None:
+            self.metrics.mean("time/reshard", torch.tensor([report.seconds]))
+            self.metrics.largest("reshard/received_bytes", report.received_bytes)
+            self.metrics.largest("reshard/buffer_bytes", report.buffer_bytes)
+            self.call("on_weights_resharded", report=report)
+
+    def step_metrics(self) -> dict[str, float]:
+        """The figures of a step over all ranks, and an empty slate for the next (a collective call)."""
+        report = self.strategy.offload_report
+        if report is not None:
+            self.metrics.mean("time/offload_out", torch.tensor([report.out_seconds]))
+            self.metrics.mean("time/offload_back", torch.tensor([report.back_seconds]))
+            self.metrics.largest("offload/moved_bytes", report.moved_bytes)
+        return self.metrics.compute()
+
     def _record_scores(self, scores: Scores, waited: float, counts: bool) -> None:
         self.metrics.mean("reward/mean", scores.values[scores.valid], counts)
         self.metrics.mean("reward/valid", scores.valid.float(), counts)
@@ -378,7 +398,7 @@ class HybridDataFlow:
 def _check_layout(method: str, name: str, given: int | None, actual: int) -> None:
     if given is not None and given != actual:
         raise ValueError(
-            f"HybridDataFlow.{method} got {name}={given}, but the strategy's layout of the actor has {actual}; change "
-            "the "
-            "strategy's parallelism_config, or leave it out."
+            f"HybridDataFlow.{method} got {name}={given}, but the strategy's layout has {actual}; change the "
+            f"strategy's "
+            "parallelism_config or hybrid_engine_config, or leave it out."
         )

@@ -170,7 +170,7 @@ class RLTrainer:
 
         for name, values in figures.items():
             flow.metrics.mean(f"rollout/{name}", values, self._speaks)
-        metrics = flow.metrics.compute()
+        metrics = flow.step_metrics()
         algorithm.after_step(metrics)
         self._rollout_gap = metrics.get("actor/rollout_gap_max", self._rollout_gap)
         return metrics

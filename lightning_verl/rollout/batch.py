@@ -2,13 +2,62 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lightning_verl.data.experience import PromptBatch, RolloutBatch
-from lightning_verl.rollout.base import Rollouts
+from lightning_verl.data.experience import PromptBatch, RolloutBatch, RowBatch
+from lightning_verl.rollout.base import FinishReason, Rollouts
 from lightning_verl.rollout.sampling import SamplingParams
+
+
+@dataclass
+class AnsweredPrompts(RowBatch):
+    """Responses with one row a prompt, to travel back to where the prompts came from. W is max_new_tokens."""
+
+    response_ids: Tensor
+    """The n responses to each prompt side by side, int64 ``[B, n x W]``."""
+    logprobs: Tensor
+    """Float32 ``[B, n x W]``."""
+    lengths: Tensor
+    """Int64 ``[B, n]``."""
+    finish_reasons: list[list[FinishReason]]
+    """B entries of n."""
+    weight_version: int
+    """The version of the weights that produced them."""
+
+    def __len__(self) -> int:
+        return int(self.lengths.shape[0])
+
+    @classmethod
+    def of(cls, rollouts: Rollouts, sampling: SamplingParams) -> AnsweredPrompts:
+        """Put the samples of each prompt into one row."""
+        n, width = sampling.n, sampling.max_new_tokens
+        missing = width - rollouts.response_ids.shape[1]
+        prompts = len(rollouts.lengths) // n
+        return cls(
+            response_ids=torch.nn.functional.pad(rollouts.response_ids, (0, missing)).view(prompts, n * width),
+            logprobs=torch.nn.functional.pad(rollouts.logprobs, (0, missing)).view(prompts, n * width),
+            lengths=rollouts.lengths.view(prompts, n),
+            finish_reasons=[rollouts.finish_reasons[row * n : (row + 1) * n] for row in range(prompts)],
+            weight_version=rollouts.weight_version,
+        )
+
+    def rollouts(self, sampling: SamplingParams) -> Rollouts:
+        """One row a response again, as an engine returns them."""
+        rows = len(self) * sampling.n
+        lengths = self.lengths.reshape(rows)
+        longest = max(int(lengths.max()), 1) if rows else 1
+        return Rollouts(
+            response_ids=self.response_ids.reshape(rows, sampling.max_new_tokens)[:, :longest],
+            lengths=lengths,
+            logprobs=self.logprobs.reshape(rows, sampling.max_new_tokens)[:, :longest],
+            finish_reasons=[reason for reasons in self.finish_reasons for reason in reasons],
+            prompt_rows=torch.arange(rows, device=lengths.device) // sampling.n,
+            weight_version=self.weight_version,
+        )
 
 
 def join_rollouts(

@@ -30,6 +30,7 @@ from lightning_verl.strategies.engine import HybridEngine, LentEngine
 from lightning_verl.strategies.groups import DEFAULT_TIMEOUT, GroupRegistry
 from lightning_verl.strategies.layout import ROLES, RoleLayout, check_config, check_names, is_trainable, resolve_layouts
 from lightning_verl.strategies.mesh import DeviceMesh
+from lightning_verl.strategies.offload import OffloadReport, StateOffload
 from lightning_verl.strategies.precision import HybridPrecision
 
 
@@ -51,7 +52,8 @@ class HybridStrategy(ModelParallelStrategy):
         parallelism_config: Sizes of single roles, such as ``{"actor": {"dp": 2, "tp": 2}}``; keys ``dp`` (shards),
             ``tp``, ``replicate`` (fill the mesh with copies). A role that is left out takes the mesh's numbers.
         hybrid_engine_config: ``rollout_tp``, the ranks that cut the actor while it generates (None: the actor's
-            ``tp``), and ``update_dp``, which must agree with the actor's entry.
+            ``tp``); ``update_dp``, which must agree with the actor's entry; ``offload_to_cpu``, to keep optimizer
+            states and gradients in host memory during rollouts.
         enable_3d_hybrid: Whether the actor generates in a layout of its own, with its weights resharded for the
             rollout. False gathers them in the update layout instead.
         reshard_bucket_bytes: Most bytes that one bucket of a resharding sends and receives on a rank; two are in
@@ -98,6 +100,8 @@ class HybridStrategy(ModelParallelStrategy):
         self._meshes: dict[str, TorchDeviceMesh] = {}
         self._roles: dict[str, nn.Module] = {}
         self._hybrid_engine: HybridEngine | None = None
+        self._optimizers: list[Optimizer] = []
+        self._offload: StateOffload | None = None
         self._role_of_parameter: dict[int, str] = {}
         self._versions: dict[str, int] = {}
         self._backward_sync_control = _SyncControl()
@@ -321,6 +325,7 @@ class HybridStrategy(ModelParallelStrategy):
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         self.role_of_optimizer(optimizer)
+        self._optimizers.append(optimizer)
         return optimizer
 
     def role_of_optimizer(self, optimizer: Optimizer) -> str:
@@ -347,6 +352,7 @@ class HybridStrategy(ModelParallelStrategy):
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         role = self.role_of_optimizer(optimizer)
+        self._wait_for_states()
         result = super().optimizer_step(optimizer, **kwargs)
         self._versions[role] += 1
         return result
@@ -380,7 +386,9 @@ class HybridStrategy(ModelParallelStrategy):
         module = getattr(actor, "module", actor)
         role = self.role_of(module)
         engine: Any = module.engine
-        with gathered(module) if self._hybrid_engine is None else self._hybrid_engine.weights():
+        with self._states_away(), gathered(module) if self._hybrid_engine is None else self._hybrid_engine.weights():
+            if self._offload is not None:
+                self._offload.free()
             engine.load_weights((), self.weight_version(role))
             lent = LentEngine(engine, lambda: self.weight_version(role))
             try:
@@ -388,6 +396,28 @@ class HybridStrategy(ModelParallelStrategy):
             finally:
                 lent.take_back()
                 engine.release()
+
+    @contextmanager
+    def _states_away(self) -> Iterator[None]:
+        """Send optimizer states and gradients to the host, if that is wanted, and bring them back at the end."""
+        if not self._engine_config.get("offload_to_cpu"):
+            yield
+            return
+        self._offload = self._offload or StateOffload(self.root_device)
+        self._offload.start(self._optimizers)
+        try:
+            yield
+        finally:
+            self._offload.bring_back()
+
+    def _wait_for_states(self) -> None:
+        if self._offload is not None:
+            self._offload.wait()
+
+    @property
+    def offload_report(self) -> OffloadReport | None:
+        """What the last trip of the optimizer states to the host cost on this rank; None without one."""
+        return None if self._offload is None else self._offload.report
 
     @property
     def reshard_report(self) -> ReshardReport | None:
@@ -413,6 +443,7 @@ class HybridStrategy(ModelParallelStrategy):
         """Save any number of roles and optimizers to one directory; see ``strategies.checkpoint``."""
         if storage_options is not None or filter is not None:
             raise TypeError("HybridStrategy.save_checkpoint takes neither storage_options nor filter; leave them out.")
+        self._wait_for_states()
         versions = {**self._versions}
         checkpoint.save(Path(self.broadcast(path)), {**state, "weight_versions": versions}, self.role_of_optimizer)
 

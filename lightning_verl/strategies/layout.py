@@ -154,10 +154,8 @@ def check_config(
             f"update layout. "
             "Leave one of them out."
         )
-    if engine.get("offload_to_cpu"):
-        raise ValueError(
-            f"{owner} got offload_to_cpu=True, which is not supported yet; leave it out or set it to False."
-        )
+    if not isinstance(engine.get("offload_to_cpu", False), bool):
+        raise ValueError(f"{owner} got offload_to_cpu={engine['offload_to_cpu']!r}; it takes True or False.")
 
 
 def _check_size(owner: str, key: str, value: Any) -> None:

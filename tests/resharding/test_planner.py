@@ -23,6 +23,7 @@ from lightning_verl.resharding.planner import (
     split,
     volume,
 )
+from lightning_verl.strategies.layout import RoleLayout, rollout_layout, vocabulary_layout
 
 AXES = ("replicate", "shard", "tensor", "expert")
 
@@ -183,3 +184,68 @@ def test_impossible_layouts_are_refused_with_the_numbers() -> None:
         TensorLayout(grid, (Cut("shard", 1),)).region((4,), 0)
     with pytest.raises(ValueError, match=r"2 blocks of equal length, but the dim has 5"):
         TensorLayout(grid, (Cut("shard", 0, blocks=2),)).region((5,), 0)
+
+
+# ---- the traffic of a real model ------------------------------------------------------------------------------------
+
+
+def qwen3_8b() -> dict[str, tuple[tuple[int, int], str]]:
+    """Parameters of Qwen3-8B, one layer of 36: shape (vectors as one row), and how tensor parallelism cuts it."""
+    hidden, inner, vocabulary, queries, keys, head = 4096, 12288, 151936, 4096, 1024, 128
+    return {
+        "embedding": ((vocabulary, hidden), "vocabulary"),
+        "head": ((vocabulary, hidden), "vocabulary"),
+        "norm": ((1, hidden), "whole"),
+        **{f"layers.{n}": ((1, hidden), "whole") for n in ("norm1", "norm2")},
+        **{f"layers.{n}": ((1, head), "whole") for n in ("q_norm", "k_norm")},
+        "layers.q": ((queries, hidden), "colwise"),
+        "layers.k": ((keys, hidden), "colwise"),
+        "layers.v": ((keys, hidden), "colwise"),
+        "layers.o": ((hidden, queries), "rowwise"),
+        "layers.gate": ((inner, hidden), "colwise"),
+        "layers.up": ((inner, hidden), "colwise"),
+        "layers.down": ((hidden, inner), "rowwise"),
+    }
+
+
+def traffic(shards: int, tensor: int, rollout_tensor: int, aligned: bool) -> tuple[float, float]:
+    """Bytes in bf16 that the busiest rank receives, and that all ranks hold of the model in the rollout (one copy)."""
+    ranks = tuple(range(shards * tensor))
+    actor = RoleLayout("actor", 1, shards, tensor, ranks)
+    rollout = rollout_layout(actor, rollout_tensor)
+    vocabulary = vocabulary_layout(actor, rollout)
+    received = dict.fromkeys(ranks, 0)
+    for name, (shape, kind) in qwen3_8b().items():
+        dim = {"colwise": 0, "rowwise": 1}.get(kind)
+        cuts = [Cut("tensor", dim)] if dim is not None else []
+        whole_row = shape[0] == 1
+        cuts.append(Cut("shard", dim if aligned and dim is not None else 1 if whole_row else 0))
+        target = (Cut("tensor", 0 if dim is None else dim),) if kind != "whole" else ()
+        there = vocabulary if kind == "vocabulary" else rollout
+        plan = TensorPlan(shape, TensorLayout(actor.grid(), tuple(cuts)), TensorLayout(there.grid(), target))
+        for rank in ranks:
+            received[rank] += plan.received(rank) * 2 * (36 if name.startswith("layers") else 1)
+    elements = sum(
+        math.prod(shape) * (36 if name.startswith("layers") else 1) for name, (shape, _) in qwen3_8b().items()
+    )
+    return max(received.values()), elements * 2
+
+
+def test_qwen3_8b_receives_next_to_nothing_where_update_and_rollout_shards_agree() -> None:
+    total = traffic(8, 1, 8, aligned=True)[1]
+    assert total == pytest.approx(16.38e9, rel=1e-3)
+    # Only the norms travel: 36 x (2 x 4096 + 2 x 128) + 4096 numbers, of which a rank holds an eighth.
+    norms = (36 * (2 * 4096 + 2 * 128) + 4096) * 2 * 7 / 8
+    assert traffic(8, 1, 8, aligned=True)[0] == norms <= 1e6
+    # fsdp 4 x tensor 2 holds a quarter of each norm on each rank.
+    assert traffic(4, 2, 8, aligned=True)[0] == norms / 7 * 6 <= 1e6
+    # Unaligned, o and down are cut by rows and wanted by columns: 7/8 of a rank's eighth of them comes from others.
+    crossed = 36 * 4096 * (4096 + 12288) * 2 / 8
+    assert traffic(8, 1, 8, aligned=False)[0] == pytest.approx(crossed * 7 / 8 + norms)
+
+
+def test_qwen3_8b_receives_the_missing_half_where_the_rollout_is_coarser() -> None:
+    received, total = traffic(8, 1, 4, aligned=True)
+    # A quarter is wanted and an eighth is held, of everything but the norms: 2.05 GB.
+    assert received == pytest.approx(total / 4 - total / 8, rel=1e-3)
+    assert received == pytest.approx(2.05e9, rel=2e-3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from lightning_verl import Actor, HybridStrategy
 from lightning_verl.data.experience import RolloutBatch
+from lightning_verl.resharding.layouts import local_part
+from lightning_verl.resharding.sinks import MergedAdapter, merge, mergeable_adapters
 from lightning_verl.rollout.base import Rollouts
 from lightning_verl.rollout.sampling import SamplingParams
 from lightning_verl.testing import char_tokenizer, run_ranks, tiny_model
@@ -138,3 +141,169 @@ def test_every_layout_there_and_back(update: str) -> None:
                 assert one.response_ids.tolist() == other.response_ids.tolist()
                 torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
                 assert one.weight_version == other.weight_version
+
+
+# ---- adapters --------------------------------------------------------------------------------------------------------
+
+LORA = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "o_proj", "down_proj"]}
+
+
+def test_an_adapter_is_merged_by_hand_arithmetic() -> None:
+    weight, adapter = torch.eye(2), MergedAdapter("w", "a", "b", scale=2.0, transposed=False)
+    merge(weight, torch.tensor([[0.5, -0.5]]), torch.tensor([[1.0], [2.0]]), adapter)
+    # I + 2 x [[1], [2]] [[.5, -.5]] = I + [[1, -1], [2, -2]]
+    assert weight.tolist() == [[2.0, -1.0], [2.0, -1.0]]
+    weight = torch.eye(2)
+    merge(weight, torch.tensor([[0.5, -0.5]]), torch.tensor([[1.0], [2.0]]), replace(adapter, transposed=True))
+    assert weight.tolist() == [[2.0, 2.0], [-1.0, -1.0]]
+
+
+@pytest.mark.parametrize(("options", "scale"), [({}, 2.0), ({"use_rslora": True}, 16 / 8**0.5)])
+def test_the_scale_is_that_of_the_variant(options: dict[str, Any], scale: float) -> None:
+    actor = make_actor(lora_config={"r": 8, "alpha": 16, "target_modules": ["q_proj"], **options})
+    assert [adapter.scale for adapter in mergeable_adapters(actor.model)] == pytest.approx([scale, scale])
+
+
+def merged_rollouts(rollout_tp: int, mesh: tuple[int, int, int, int]) -> tuple[Rollouts, set[str]]:
+    """Roll out with a LoRA actor a hundred times; its weights stay what they were, to the last bit."""
+    fabric, strategy = launched(mesh_shape=mesh, hybrid_engine_config={"rollout_tp": rollout_tp})
+    actor = make_actor(lora_config=LORA)
+    for name, parameter in actor.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(len(name)))
+    fabric.setup(actor, torch.optim.SGD([p for p in actor.parameters() if p.requires_grad], lr=0.01))
+    before = whole(actor)
+    view = strategy._hybrid_engine.module  # type: ignore[union-attr]
+    names = {name for name, _ in view.named_parameters()}
+    kept: dict[str, Tensor] = {}
+    for turn in range(100):
+        with strategy.rollout(actor) as engine:
+            now = {name: parameter.detach().clone() for name, parameter in view.named_parameters()}
+            torch.testing.assert_close(now, kept or now, rtol=0, atol=0)
+            kept = now
+            if turn == 99:
+                rollouts = engine.generate(PROMPTS, SAMPLING)
+    torch.testing.assert_close(whole(actor), before, rtol=0, atol=0)
+    assert {p.requires_grad for n, p in actor.model.named_parameters() if "lora_" in n} == {True}
+    return rollouts, names
+
+
+def unmerged_rollouts() -> Rollouts:
+    """The same actor, its adapters applied by peft itself."""
+    fabric, strategy = launched(enable_3d_hybrid=False)
+    actor = make_actor(lora_config=LORA)
+    for name, parameter in actor.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(len(name)))
+    fabric.setup_module(actor)
+    with strategy.rollout(actor) as engine:
+        return engine.generate(PROMPTS, SAMPLING)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "rollout_tp"), [(1, (1, 1, 1, 1), 1), (2, (2, 1, 1, 1), 2), (2, (1, 2, 1, 1), 1)]
+)
+def test_a_lora_actor_generates_with_merged_weights(ranks: int, mesh: Any, rollout_tp: int) -> None:
+    reference = unmerged_rollouts()
+    for rollouts, names in run_ranks(merged_rollouts, ranks, rollout_tp, mesh):
+        assert rollouts.response_ids.tolist() == reference.response_ids.tolist()
+        torch.testing.assert_close(rollouts.logprobs, reference.logprobs, rtol=0, atol=1e-5)
+        assert not [name for name in names if "base_layer" in name or "lora_" in name or "base_model" in name]
+
+
+def test_an_adapter_that_cannot_be_merged_is_refused_and_the_way_out_works() -> None:
+    dora = {**LORA, "use_dora": True}
+    fabric, _ = launched()
+    with pytest.raises(ValueError, match=r"q_proj.*is more than plain LoRA.*enable_3d_hybrid=False"):
+        fabric.setup_module(make_actor(lora_config=dora))
+    fabric, strategy = launched(enable_3d_hybrid=False)
+    actor = make_actor(lora_config=dora)
+    fabric.setup_module(actor)
+    with strategy.rollout(actor) as engine:
+        assert len(engine.generate(PROMPTS, SAMPLING).lengths) == 6
+
+
+# ---- the loan --------------------------------------------------------------------------------------------------------
+
+
+def test_stale_weights_and_a_rollout_that_is_over_are_refused() -> None:
+    fabric, strategy = launched()
+    actor = make_actor()
+    module, optimizer = fabric.setup(actor, torch.optim.SGD(actor.parameters(), lr=0.01))
+    with strategy.rollout(actor) as engine:
+        assert engine.weight_version == 0
+        train(fabric, actor, module, optimizer)
+        with pytest.raises(RuntimeError, match="holds version 0 of the weights, but the actor is at version 1"):
+            engine.generate(PROMPTS, SAMPLING)
+    with pytest.raises(RuntimeError, match="after its rollout: the weights are gone"):
+        engine.generate(PROMPTS, SAMPLING)
+    with strategy.rollout(actor) as engine:
+        assert engine.generate(PROMPTS, SAMPLING).weight_version == 1
+
+
+def test_an_error_in_a_rollout_frees_the_weights_too() -> None:
+    fabric, strategy = launched()
+    actor = make_actor(lora_config=LORA)
+    fabric.setup_module(actor)
+    before = whole(actor)
+    with pytest.raises(ZeroDivisionError), strategy.rollout(actor):
+        raise ZeroDivisionError
+    assert {p.device.type for p in strategy._hybrid_engine.module.parameters()} == {"meta"}  # type: ignore[union-attr]
+    torch.testing.assert_close(whole(actor), before, rtol=0, atol=0)
+
+
+def bytes_in_use(precision: Any) -> list[int]:
+    """Bytes of tensors reachable from the rollout module before, in and after a rollout, and its buffers' size."""
+    fabric, strategy = launched(precision, hybrid_engine_config={"rollout_tp": 2}, reshard_bucket_bytes=4096)
+    actor = make_actor()
+    fabric.setup_module(actor)
+    view = strategy._hybrid_engine.module  # type: ignore[union-attr]
+
+    def held() -> int:
+        return sum(p.nbytes for p in view.parameters() if p.device.type != "meta")
+
+    found = [held()]
+    with strategy.rollout(actor):
+        found.append(held())
+        check_view(strategy, actor, strategy.hybrid_precision.compute_dtype)
+    return [*found, held(), strategy.reshard_report.buffer_bytes]  # type: ignore[union-attr]
+
+
+def test_a_rank_holds_its_shard_during_the_rollout_and_nothing_after() -> None:
+    total = sum(parameter.numel() for parameter in make_actor().model.parameters())
+    for before, during, after, buffers in run_ranks(bytes_in_use, 2, "bf16-mixed"):
+        assert before == after == 0
+        assert total / 2 * 2 <= during <= total / 2 * 2 * 1.05  # half of it in bf16, norms and o_proj's bias whole
+        assert buffers <= 2 * 4096
+
+
+# ---- offload ---------------------------------------------------------------------------------------------------------
+
+
+def offloaded_steps(offload: bool) -> tuple[dict[str, Tensor], list[int]]:
+    fabric, strategy = launched(hybrid_engine_config={"offload_to_cpu": offload})
+    actor = make_actor()
+    module, optimizer = fabric.setup(actor, torch.optim.AdamW(actor.parameters(), lr=0.01))
+    moved = []
+    for _ in range(3):
+        with strategy.rollout(actor):
+            states = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+            moved.append(sum(local_part(state).untyped_storage().nbytes() for state in states))
+        train(fabric, actor, module, optimizer)
+    report = strategy.offload_report
+    assert (report is None) == (not offload)
+    if report is not None:
+        states = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+        assert report.moved_bytes == sum(local_part(state).nbytes for state in states)
+        assert report.out_seconds > 0 < report.back_seconds
+    return whole(actor), moved
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_offloaded_states_come_back_as_they_were(ranks: int) -> None:
+    kept = run_ranks(offloaded_steps, ranks, False)
+    moved = run_ranks(offloaded_steps, ranks, True)
+    for (weights, held), (other, away) in zip(kept, moved, strict=True):
+        torch.testing.assert_close(weights, other, rtol=0, atol=0)
+        assert held[1:] == [held[1]] * 2 != [0, 0]
+        assert away == [0, 0, 0]  # the memory is given back while the actor generates

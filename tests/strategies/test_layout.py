@@ -33,7 +33,14 @@ def test_the_four_process_script() -> None:
     layouts = resolve(4, (2, 2, 1, 1), SCRIPT, {"rollout_tp": 2, "offload_to_cpu": False})
     sizes = {role: (layout.replicas, layout.shards, layout.tensor) for role, layout in layouts.items()}
     # The reference is left out and takes the mesh's numbers; reward {"dp": 1} is one whole copy on each rank.
-    assert sizes == {"actor": (1, 2, 2), "critic": (1, 4, 1), "reference": (1, 2, 2), "reward": (4, 1, 1)}
+    # Generating, the actor lies as two copies, each cut over two ranks.
+    assert sizes == {
+        "actor": (1, 2, 2),
+        "critic": (1, 4, 1),
+        "reference": (1, 2, 2),
+        "reward": (4, 1, 1),
+        "rollout": (2, 1, 2),
+    }
 
 
 def test_whole_meshes_replicate_along_data() -> None:
@@ -150,8 +157,8 @@ def test_a_rollout_that_does_not_divide_the_ranks_says_so() -> None:
 def test_the_engine_agrees_with_the_actor() -> None:
     with pytest.raises(ValueError, match=r"update_dp=4 differs from the actor's dp=2"):
         resolve(4, (2, 2, 1, 1), None, {"update_dp": 4})
-    with pytest.raises(ValueError, match=r"rollout_tp=4 differs from the actor's tp=2.*not supported yet"):
-        resolve(4, (2, 2, 1, 1), None, {"rollout_tp": 4})
+    with pytest.raises(ValueError, match=r"rollout_tp=2 with enable_3d_hybrid=False"):
+        check_config({}, {"rollout_tp": 2}, enable_3d_hybrid=False)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +171,7 @@ def test_the_engine_agrees_with_the_actor() -> None:
         ({"actor": {"ep": 2}}, {}, r"ep=2; expert > 1 is not supported yet"),
         ({"reward": {"dp": 1, "ranks": [3]}}, {}, r"ranks=\[3\]; roles on ranks of their own are not supported yet"),
         ({}, {"rollout_dp": 2}, r"unknown key 'rollout_dp'.*Did you mean 'rollout_tp'"),
-        ({}, {"offload_to_cpu": True}, r"offload_to_cpu=True, which is not supported yet"),
+        ({}, {"offload_to_cpu": 1}, r"offload_to_cpu=1; it takes True or False"),
     ],
 )
 def test_names_and_values_are_checked_without_ranks(config: Any, engine: Any, message: str) -> None:
