@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from lightning_verl.planning.memory import Item, Phase, RoleMemory
-from lightning_verl.planning.plan import Plan, RankMemory, same_grid
-from lightning_verl.planning.shards import numel_on
+from lightning_verl.planning.memory import RESHARDING, Item, Phase, RoleMemory
+from lightning_verl.planning.plan import Plan, RankMemory
+from lightning_verl.planning.shards import numel_on, same_grid
 from lightning_verl.planning.traffic import HOST_RANKS, Traffic, hosts
-from lightning_verl.strategies.layout import RoleLayout, check_config, rollout_layout
+from lightning_verl.strategies.layout import RoleLayout, rollout_layout
 
 PLENTY = 0.25
 """Of a GPU's memory: from here on what is left over is worth using."""
@@ -67,6 +67,10 @@ def _remedies(plan: Plan, kind: RankMemory, phase: Phase) -> Iterator[tuple[int,
     if phase.name.endswith("_update"):
         yield from _update_remedies(plan, plan.roles[phase.name.removesuffix("_update")])
     elif phase.name == "rollout":
+        states = _total(items, None, ("optimizer state",))
+        resharding = phase.peak.bytes - next(m.bytes for m in phase.moments if m.name == RESHARDING)
+        if not _offloads(plan):
+            yield min(states, resharding), "strategy.hybrid_engine_config.offload_to_cpu=true"
         rows = activations + _total(items, None, ("key-value cache", "logits"))
         yield rows // 2, f"batch.rollout_batch_size={plan.sizes.rollout_batch_size // 2}"
         actor = plan.roles["actor"]
@@ -155,6 +159,10 @@ def _grown(size: int, taken: int, left: int) -> int:
 # ---- traffic ---------------------------------------------------------------------------------------------------------
 
 
+def _offloads(plan: Plan) -> bool:
+    return bool(plan.config.strategy.hybrid_engine_config.get("offload_to_cpu"))
+
+
 def _traffic(plan: Plan) -> Iterator[Advice]:
     yield from _gather_bound(plan)
     for name, layout in (("rollout", plan.roles["actor"].place.rollout), ("actor", plan.layouts["actor"])):
@@ -214,21 +222,12 @@ def _other_layouts(plan: Plan) -> Iterator[str]:
     ranks = layout.shards * layout.expert * layout.tensor
     if ranks > HOST_RANKS and HOST_RANKS % (layout.tensor * layout.expert) == 0:
         held = actor.parameters + actor.optimizer + actor.trained
-        more = held * ranks // HOST_RANKS - held
+        more, away = held * ranks // HOST_RANKS - held, actor.optimizer * ranks // HOST_RANKS
         yield (
             f"shards within a host, a mesh of {HOST_RANKS} ranks with "
             f"dp={HOST_RANKS // (layout.tensor * layout.expert)}, for {gib(more)} GiB more a rank"
-            + (", which offload_to_cpu makes room for" if _can_offload() else "")
+            + ("" if _offloads(plan) else f", {gib(away)} of which offload_to_cpu takes away during rollouts")
         )
-
-
-def _can_offload() -> bool:
-    """Whether the strategy takes ``offload_to_cpu`` yet."""
-    try:
-        check_config({}, {"offload_to_cpu": True})
-    except ValueError:
-        return False
-    return True
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------

@@ -28,9 +28,12 @@ from functools import cached_property
 
 from lightning_verl.planning.batch import BatchSizes, RoleBatch
 from lightning_verl.planning.model import Decoder, ParameterShape, RoleModel
-from lightning_verl.planning.shards import Placement, numel_on, rollout_bytes
+from lightning_verl.planning.shards import Placement, numel_on, received_bytes, rollout_bytes, same_grid
+from lightning_verl.resharding.executor import BUCKET_BYTES
 from lightning_verl.strategies.layout import RoleLayout
 
+RESHARDING = "resharding"
+"""The moment of a rollout at which optimizer states are still there that are kept on the host for the rest of it."""
 LOGIT_CHUNK = 1024
 """Tokens whose logits live at once, the default of ``logprobs_from_hidden``."""
 UPDATE_LOGIT_BYTES = 16
@@ -226,15 +229,18 @@ class RoleMemory:
             sizes: The batches.
             sampling: A key of ``SAMPLE_BYTES``.
         """
-        decoder, c, tensor = self.model.decoder, self.model.compute_bytes, self.place.generating.tensor
-        prompts = -(-sizes.rollout_batch_size // self.place.generating.data_size)
-        rows = prompts * sizes.samples_per_prompt
+        decoder, c, generating = self.model.decoder, self.model.compute_bytes, self.place.generating
+        rows = self.batch.rows[1]
+        if not same_grid(self.layout, generating):
+            rows = -(-sizes.rollout_batch_size // generating.data_size) * sizes.samples_per_prompt
+        running = running_per_token(decoder, c, generating.tensor)
         weights = self._item("rollout weights", self.rollout_weights)
         return {
+            RESHARDING: (weights, self._item("buckets", 2 * min(BUCKET_BYTES, max(self.received)))),
             "prefill": (
                 weights,
                 self._item("key-value cache", self.cache(rows * sizes.prompt_tokens)),
-                self._item("activations", rows * sizes.prompt_tokens * running_per_token(decoder, c, tensor)),
+                self._item("activations", rows * sizes.prompt_tokens * running),
             ),
             "last token": (
                 weights,
@@ -242,6 +248,11 @@ class RoleMemory:
                 self._item("logits", rows * decoder.vocabulary * (SAMPLE_BYTES[sampling] + c)),
             ),
         }
+
+    @cached_property
+    def received(self) -> list[int]:
+        """Bytes that each rank receives on the way to the rollout."""
+        return received_bytes(self.model, self.place)
 
     @cached_property
     def rollout_weights(self) -> int:

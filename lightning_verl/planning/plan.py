@@ -10,9 +10,9 @@ from lightning_verl.algorithms.base import Algorithm
 from lightning_verl.config import ConfigError, TrainConfig, make_algorithm, role_sources, trained_role_options
 from lightning_verl.parallel.tensor import tensor_parallel_problems
 from lightning_verl.planning.batch import BatchSizes, RoleBatch
-from lightning_verl.planning.memory import Item, Moment, Phase, RoleMemory
+from lightning_verl.planning.memory import RESHARDING, Item, Moment, Phase, RoleMemory
 from lightning_verl.planning.model import build_on_meta, describe, model_config
-from lightning_verl.planning.shards import Placement, received_bytes
+from lightning_verl.planning.shards import Placement, same_grid
 from lightning_verl.roles.actor import Actor
 from lightning_verl.roles.critic import Critic
 from lightning_verl.roles.reference import Reference
@@ -123,13 +123,8 @@ def make_plan(config: TrainConfig, ranks: int | None = None, hardware: Hardware 
         sizes=sizes,
         roles=roles,
         memory=_memory(config, algorithm, sizes, roles),
-        received=tuple(received_bytes(models["actor"], roles["actor"].place)) if algorithm.needs_reward else (),
+        received=tuple(roles["actor"].received) if algorithm.needs_reward else (),
     )
-
-
-def same_grid(a: RoleLayout, b: RoleLayout) -> bool:
-    """Whether rows lie alike in two layouts, so that none has to move."""
-    return (a.ranks, a.data_size, a.tensor) == (b.ranks, b.data_size, b.tensor)
 
 
 def default_ranks(config: TrainConfig) -> int:
@@ -257,6 +252,7 @@ def _memory(
         held = tuple(role for role, memory in roles.items() if memory.layout.holds(rank))
         kinds.setdefault(held, []).append(rank)
     sampling = "greedy" if config.sampling.temperature == 0 else "top_p" if config.sampling.top_p < 1 else "sampled"
+    offload = bool(config.strategy.hybrid_engine_config.get("offload_to_cpu"))
     result = []
     for held, ranks in kinds.items():
         here = {role: roles[role] for role in held}
@@ -264,11 +260,15 @@ def _memory(
         if "actor" in here and algorithm.needs_reward:
             work = {"rollout": here["actor"].rollout(sizes, sampling), **work}
         always = tuple(item for memory in here.values() for item in memory.held())
-        phases = tuple(
-            Phase(name, tuple(Moment(moment, (*always, *items)) for moment, items in moments.items()))
-            for name, moments in work.items()
-        )
-        result.append(RankMemory(tuple(ranks), held, phases))
+        generating = tuple(item for item in always if item.what != "optimizer state") if offload else always
+        phases = []
+        for name, moments in work.items():
+            during = {
+                moment: generating if name == "rollout" and moment != RESHARDING else always for moment in moments
+            }
+            parts = tuple(Moment(moment, (*during[moment], *items)) for moment, items in moments.items())
+            phases.append(Phase(name, parts))
+        result.append(RankMemory(tuple(ranks), held, tuple(phases)))
     return tuple(result)
 
 

@@ -78,6 +78,11 @@ class Placement:
         return TensorLayout(grid, (Cut("tensor", cut.dim),))
 
 
+def same_grid(a: RoleLayout, b: RoleLayout) -> bool:
+    """Whether rows lie alike in two layouts, so that none has to move."""
+    return (a.ranks, a.data_size, a.tensor) == (b.ranks, b.data_size, b.tensor)
+
+
 def numel_on(parameter: ParameterShape, layout: TensorLayout, rank: int) -> int:
     """Elements of a parameter on a rank.
 

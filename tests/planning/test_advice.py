@@ -17,7 +17,6 @@ from lightning_verl.config import (
     TrainConfig,
     read_config,
 )
-from lightning_verl.planning import advice
 from lightning_verl.planning.advice import advise, ranges
 from lightning_verl.planning.plan import Hardware, Plan, make_plan
 from lightning_verl.planning.traffic import Traffic
@@ -100,6 +99,12 @@ def test_a_rollout_that_does_not_fit(run: TrainConfig) -> None:
     rows = sum(item.bytes for item in peak.items if item.what in ("key-value cache", "logits", "activations"))
     assert f"batch.rollout_batch_size=32 (-{rows / 2 / 2**30:.2f} GiB)" in line
     assert "rollout_tp" not in line, "there is one rank"
+    # 8 bytes for each of 90,496 trained elements are away while it samples, and smaller than what sampling takes.
+    assert f"strategy.hybrid_engine_config.offload_to_cpu=true (-{8 * 90_496 / 2**30:.2f} GiB)" in line
+    away = strategy(batch(run, rollout_batch_size=64), hybrid_engine_config={"offload_to_cpu": True})
+    offloaded = make_plan(away, hardware=Hardware(4_000 * KIB))
+    assert peak.bytes - offloaded.memory[0].phases[0].peak.bytes == 8 * 90_496
+    assert not any("offload_to_cpu" in line for line in texts(offloaded, "fit"))
 
 
 def test_a_finer_rollout_is_offered_where_it_is_possible(large: TrainConfig) -> None:
@@ -166,12 +171,14 @@ def test_gather_bound_runs_are_told_their_times_and_ways_out(large: TrainConfig)
     assert "less tensor and finer sharding, tp=1 and dp=64" in line
     # 64 ranks of a mesh become 8: eight times of (4 + 8 + 4) bytes x 147,432,864 elements, less what is there.
     assert f"a mesh of 8 ranks with dp=4, for {7 * 16 * 147_432_864 / 2**30:.2f} GiB more a rank" in line
-    assert "offload" not in line
 
 
-def test_offload_is_offered_once_the_strategy_takes_it(large: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(advice, "check_config", lambda *config: None)
-    assert "GiB more a rank, which offload_to_cpu makes room for" in texts(make_plan(large, 1024), "traffic")[0]
+def test_offload_is_offered_where_it_is_off(large: TrainConfig) -> None:
+    # The optimizer states of a mesh of 8 ranks: 8 times of 8 bytes x 147,432,864 elements.
+    away = f"GiB more a rank, {8 * 8 * 147_432_864 / 2**30:.2f} of which offload_to_cpu takes away during rollouts"
+    assert away in texts(make_plan(large, 1024), "traffic")[0]
+    engine = {"rollout_tp": 8, "offload_to_cpu": True}
+    assert "offload_to_cpu" not in texts(make_plan(strategy(large, hybrid_engine_config=engine), 1024), "traffic")[0]
 
 
 def test_a_fast_link_is_not_a_bound(large: TrainConfig) -> None:

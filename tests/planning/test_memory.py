@@ -374,6 +374,8 @@ def test_the_cache_by_hand() -> None:
     items = {item.what: item.bytes for item in memory.rollout(SIZES, "greedy")["last token"]}
     assert items["key-value cache"] == 2 * 2 * 1 * 16 * (8 * 16) * 4
     assert items["logits"] == 8 * 129 * (12 + 4)
+    buckets = {item.what: item.bytes for item in memory.rollout(SIZES, "greedy")["resharding"]}["buckets"]
+    assert buckets == 2 * max(received_bytes(memory.model, memory.place))
     prefill = {item.what: item.bytes for item in memory.rollout(SIZES, "greedy")["prefill"]}
     assert prefill["key-value cache"] == items["key-value cache"] // 2
     assert prefill["activations"] == 8 * 8 * 4 * (4 * 64 + 3 * 64)
