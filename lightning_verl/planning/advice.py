@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from lightning_verl.planning.batch import RoleBatch
 from lightning_verl.planning.memory import RESHARDING, Item, Phase, RoleMemory
 from lightning_verl.planning.plan import Plan, RankMemory
 from lightning_verl.planning.shards import numel_on, same_grid
@@ -93,10 +94,12 @@ def _update_remedies(plan: Plan, memory: RoleMemory) -> Iterator[tuple[int, str]
     if memory.model.checkpointing != "full":
         recomputed = replace(memory, model=replace(memory.model, checkpointing="full"))
         yield peak(memory) - peak(recomputed), "model.activation_checkpointing=full"
-    rows = memory.batch.micro_batch_tokens // plan.sizes.row_tokens
+    rows, sizes = memory.batch.micro_batch_tokens // plan.sizes.row_tokens, plan.sizes
     if rows > 1:
-        tokens = -(-rows // 2) * plan.sizes.row_tokens
-        smaller = replace(memory, batch=replace(memory.batch, micro_batch_tokens=tokens, micro_batches=2))
+        tokens = -(-rows // 2) * sizes.row_tokens
+        fewer = replace(sizes, max_tokens_per_micro_batch=tokens)
+        as_the_actor = same_grid(memory.layout, plan.layouts["actor"])
+        smaller = replace(memory, batch=RoleBatch.of(fewer, memory.layout.data_size, as_the_actor))
         yield peak(memory) - peak(smaller), f"batch.max_tokens_per_micro_batch={tokens}"
 
 

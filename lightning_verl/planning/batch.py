@@ -56,8 +56,12 @@ class RoleBatch:
     """Micro-batches of a mini-batch, if every row has the greatest length."""
     micro_batch_tokens: int
     """Positions of a micro-batch then."""
+    micro_batch_responses: int
+    """Tokens of responses among them, the only ones with logits."""
     scoring_tokens: int
     """Positions of one forward pass in scoring then."""
+    scoring_responses: int
+    """Tokens of responses among them."""
 
     @classmethod
     def of(cls, sizes: BatchSizes, data_size: int, as_the_actor: bool = True) -> RoleBatch:
@@ -79,14 +83,16 @@ class RoleBatch:
         else:
             rows = _shares(sizes.rollout_batch_size * each, data_size)
             minibatch_rows = _shares(sizes.update_batch_size * each, data_size)
-        together = min(sizes.rows_per_micro_batch, minibatch_rows[1])
+        together, scored = (min(sizes.rows_per_micro_batch, most) for most in (minibatch_rows[1], rows[1]))
         return cls(
             rows=rows,
             minibatch_rows=minibatch_rows,
             minibatches=-(-sizes.rollout_batch_size // sizes.update_batch_size),
             micro_batches=-(-minibatch_rows[1] // together),
             micro_batch_tokens=together * sizes.row_tokens,
-            scoring_tokens=min(sizes.rows_per_micro_batch, rows[1]) * sizes.row_tokens,
+            micro_batch_responses=together * sizes.response_tokens,
+            scoring_tokens=scored * sizes.row_tokens,
+            scoring_responses=scored * sizes.response_tokens,
         )
 
 

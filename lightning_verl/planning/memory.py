@@ -38,8 +38,8 @@ LOGIT_CHUNK = 1024
 """Tokens whose logits live at once, the default of ``logprobs_from_hidden``."""
 UPDATE_LOGIT_BYTES = 16
 """Bytes for each logit of a chunk in its backward pass, entropy included, above the logit: four fp32 copies."""
-SCORE_LOGIT_BYTES = 8
-"""The same without gradients: two fp32 copies."""
+SCORE_LOGIT_BYTES = 4
+"""The same without gradients: an fp32 copy, and another where logits are converted or divided by a temperature."""
 SAMPLE_BYTES = {"greedy": 12, "sampled": 24, "top_p": 45}
 """Bytes for each logit of a row while its token is sampled, above the logit."""
 
@@ -160,32 +160,48 @@ class RoleMemory:
 
     # ---- while it works ----------------------------------------------------------------------------------------------
 
-    def scoring(self) -> tuple[Item, ...]:
-        """A pass without gradients: ``c (4h + 3m)`` bytes a position, and the logits of a chunk."""
+    def scoring(self, temperature: float = 1.0) -> dict[str, tuple[Item, ...]]:
+        """The points of a pass without gradients at which memory may be highest.
+
+        Args:
+            temperature: What logits are divided by; 0 counts as 1.
+        """
         decoder, tokens, c = self.model.decoder, self.batch.scoring_tokens, self.model.compute_bytes
-        items = [
-            self._item("gathered units", c * (self._root + self._in_flight * self._layer)),
-            self._item("activations", tokens * running_per_token(decoder, c, self.layout.tensor)),
-        ]
+        buffers = self._in_flight - 1
+        moments = {
+            # What the root was gathered into is freed only once the first layer is there.
+            "gathering": (self._item("gathered units", c * self._in_flight * (self._root + buffers * self._layer)),),
+            "layers": (
+                self._item("gathered units", c * (self._root + self._in_flight * self._layer)),
+                self._item("activations", tokens * running_per_token(decoder, c, self.layout.tensor)),
+            ),
+        }
         if self.model.has_head:
-            logits = min(LOGIT_CHUNK, tokens) * decoder.vocabulary
-            items.append(self._item("logits", logits * (SCORE_LOGIT_BYTES + c)))
-        return tuple(items)
+            logits = min(LOGIT_CHUNK, self.batch.scoring_responses) * decoder.vocabulary
+            copies = 1 if c == 4 and temperature in (0, 1) else 2
+            moments["head"] = (
+                self._item("gathered units", c * (self._root + buffers * self._layer)),
+                self._item("activations", tokens * 2 * c * decoder.hidden),
+                self._item("logits", logits * (copies * SCORE_LOGIT_BYTES + c)),
+            )
+        return moments
 
     def update(self) -> dict[str, tuple[Item, ...]]:
         """The points of an update at which memory may be highest."""
-        model, c = self.model, self.model.compute_bytes
+        model, batch, c = self.model, self.batch, self.model.compute_bytes
         layers, whole = self.activations()
         gradients = self._item("gradients", self.trained)
-        accumulated = (gradients,) if self.batch.micro_batches > 1 else ()
-        logits = min(LOGIT_CHUNK, self.batch.micro_batch_tokens) * model.decoder.vocabulary
+        accumulated = (gradients,) if batch.micro_batches > 1 else ()
         head_gradient = c * self._trained_head
+        # The fp32 buffer of one layer meets the activations of those before it: its own are gone by then.
+        own = batch.micro_batch_tokens * kept_per_token(model, self.layout.tensor)
+        reduction = max(0, 4 * self._trained_layer - own)
         moments = {
             "backward of the layers": (
                 *accumulated,
                 self._item("gathered units", c * (self._root + self._in_flight * self._layer)),
                 self._item("activations", layers + whole),
-                self._item("gradients on their way", head_gradient + (c + 4) * self._trained_layer),
+                self._item("gradients on their way", head_gradient + c * self._trained_layer + reduction),
             ),
             "backward of the embedding": (
                 gradients,
@@ -201,12 +217,14 @@ class RoleMemory:
             "optimizer step": (gradients, self._item("AdamW's temporaries", self.trained)),
         }
         if model.has_head:
+            chunks = 2 if batch.micro_batch_responses > LOGIT_CHUNK else 1  # a chunk's gradient beside the sum so far
+            logits = min(LOGIT_CHUNK, batch.micro_batch_responses) * model.decoder.vocabulary
             moments["backward of the head"] = (
                 *accumulated,
-                self._item("gathered units", c * (self._root + self._layer)),
+                self._item("gathered units", c * (self._root + (self._in_flight - 1) * self._layer)),
                 self._item("activations", layers),
                 self._item("logits", logits * (UPDATE_LOGIT_BYTES + c)),
-                self._item("gradients on their way", 2 * head_gradient),
+                self._item("gradients on their way", chunks * head_gradient),
             )
         return moments
 

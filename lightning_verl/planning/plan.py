@@ -256,7 +256,7 @@ def _memory(
     result = []
     for held, ranks in kinds.items():
         here = {role: roles[role] for role in held}
-        work = _work(here, algorithm, sizes)
+        work = _work(here, algorithm, sizes, config.sampling.temperature)
         if "actor" in here and algorithm.needs_reward:
             work = {"rollout": here["actor"].rollout(sizes, sampling), **work}
         always = tuple(item for memory in here.values() for item in memory.held())
@@ -273,7 +273,7 @@ def _memory(
 
 
 def _work(
-    here: Mapping[str, RoleMemory], algorithm: Algorithm, sizes: BatchSizes
+    here: Mapping[str, RoleMemory], algorithm: Algorithm, sizes: BatchSizes, temperature: float
 ) -> dict[str, dict[str, tuple[Item, ...]]]:
     """What roles need while they work, by phase and moment, the rollout left out."""
     updates = sizes.epochs * -(-sizes.rollout_batch_size // sizes.update_batch_size)
@@ -283,6 +283,11 @@ def _work(
         "reference": True,
         "critic": True,
     }
-    scoring = {role: memory.scoring() for role, memory in here.items() if scored[role]}
+    scoring = {
+        f"{role}, {moment}": items
+        for role, memory in here.items()
+        if scored[role]
+        for moment, items in memory.scoring(temperature).items()
+    }
     updated = {f"{role}_update": memory.update() for role in ("critic", "actor") if (memory := here.get(role))}
     return {"scoring": scoring, **updated} if scoring else dict(updated)

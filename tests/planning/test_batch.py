@@ -26,6 +26,7 @@ def test_rows_of_the_actor_stay_together_by_prompt() -> None:
     assert batch.rows == (6, 9)
     assert batch.minibatch_rows == (0, 3)
     assert (batch.minibatches, batch.micro_batches, batch.micro_batch_tokens) == (3, 1, 90)
+    assert (batch.micro_batch_responses, batch.scoring_responses) == (60, 60)
     assert SIZES.ratio == 2.5
 
 
