@@ -41,9 +41,11 @@ from lightning_verl.rewards.scores import join_scores
 from lightning_verl.roles.adapter import AdapterReference
 from lightning_verl.rollout.batch import AnsweredPrompts, demonstrations, join_rollouts
 from lightning_verl.rollout.sampling import SamplingParams
+from lightning_verl.strategies.diagnosis import is_collective_failure
 from lightning_verl.strategies.dispatch import Gate, RowExchange, gather_counts, share_from_first_tensor_rank
 from lightning_verl.strategies.hybrid import HybridStrategy
 from lightning_verl.strategies.layout import ROLES, is_trainable
+from lightning_verl.strategies.watchdog import watched
 
 
 @dataclass
@@ -205,6 +207,7 @@ class HybridDataFlow:
         """Call a hook of Fabric's callbacks."""
         self.fabric.call(hook, **arguments)
 
+    @watched("save", "actor")
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the actor as a Hugging Face folder with its tokenizer; with LoRA, the adapter (a collective call)."""
         actor: Any = self.modules["actor"]
@@ -217,6 +220,7 @@ class HybridDataFlow:
 
     # ---- passes ------------------------------------------------------------------------------------------------------
 
+    @watched("rollout", "actor")
     def rollout(self, prompts: PromptBatch, sampling: SamplingParams, step: int) -> RolloutBatch:
         """Sample responses from the actor (a collective call).
 
@@ -237,6 +241,7 @@ class HybridDataFlow:
         """Take responses from a field of the data instead of sampling them."""
         return demonstrations(prompts, field, self.tokenizer).to(self.fabric.device)
 
+    @watched("score", "reward")
     def score(self, batch: RolloutBatch) -> Experience:
         """Let the reward role score a batch (a collective call).
 
@@ -263,10 +268,12 @@ class HybridDataFlow:
         back = self._exchange.back(_Scored(scores.values, scores.valid), counts, "actor", role)
         return Experience(batch, back.values.to(self.fabric.device), back.valid.to(self.fabric.device))
 
+    @watched("log-probs", "actor")
     def logprobs(self, batch: RolloutBatch) -> Tensor:
         """The actor's log-probs of the responses at its weights now, ``[N, R]`` (a collective call)."""
         return self._forward("actor", batch, lambda actor, rows: actor(rows, rows.temperature)[0])
 
+    @watched("log-probs", "reference")
     def reference_logprobs(self, batch: RolloutBatch) -> Tensor:
         """The reference's log-probs of the responses, ``[N, R]`` (a collective call)."""
         if "reference" in self.modules:
@@ -278,10 +285,12 @@ class HybridDataFlow:
         with self.adapter_reference.in_place():
             return self.logprobs(batch)
 
+    @watched("values", "critic")
     def values(self, batch: RolloutBatch) -> Tensor:
         """The critic's values, ``[N, R]`` (a collective call)."""
         return self._forward("critic", batch, lambda critic, rows: critic(rows))
 
+    @watched("update")
     def train(self, role: str, experience: Experience, loss: Loss) -> None:
         """Take one optimizer step of a role on a mini-batch (a collective call).
 
@@ -357,6 +366,8 @@ class HybridDataFlow:
                 try:
                     parts.append(reward.score(rows.select(part).trimmed()))
                 except Exception as problem:  # the other ranks' passes wait for all of this rank's
+                    if is_collective_failure(problem):
+                        raise
                     error = error or problem
         if error is not None:
             raise error
@@ -392,7 +403,7 @@ class HybridDataFlow:
     def _skip(self, role: str, reason: str) -> None:
         self.metrics.total(f"{role}/skipped_updates", 1.0, counts=self.strategy.global_rank == 0)
         if self.strategy.global_rank == 0:
-            warnings.warn(f"HybridDataFlow: an update of the {role} was skipped, {reason}.", stacklevel=3)
+            warnings.warn(f"HybridDataFlow: an update of the {role} was skipped, {reason}.", stacklevel=4)
 
 
 def _check_layout(method: str, name: str, given: int | None, actual: int) -> None:

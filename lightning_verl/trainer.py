@@ -21,6 +21,7 @@ from lightning_verl.data.prompts import AsyncRolloutDataset
 from lightning_verl.data.sharding import local_minibatch_sizes, rollout_rows
 from lightning_verl.dataflow import HybridDataFlow
 from lightning_verl.rollout.sampling import SamplingParams
+from lightning_verl.strategies.diagnosis import IDLE_WINDOW, StepTimes, advise_ratio
 
 OldLogprobs = Literal["auto", "recompute", "rollout"]
 
@@ -82,6 +83,8 @@ class RLTrainer:
         self.completed_steps = 0
         self.max_steps = 0
         self._rollout_gap: float | None = None
+        self._step_times: list[StepTimes] = []
+        self._advised = False
         self._check_sizes(samples)
         self._check_roles()
         self._check_lengths(sampling or SamplingParams())
@@ -163,14 +166,16 @@ class RLTrainer:
         experience.old_logprobs = self._old_logprobs(batch)
         experience.ref_logprobs = flow.reference_logprobs(batch) if algorithm.needs_reference else None
         experience.values = flow.values(batch) if algorithm.needs_critic else None
-        figures = algorithm.compute_advantages(experience, flow.strategy.group("actor", "scores"))
+        with flow.strategy.phase("actor", "advantages"):
+            figures = algorithm.compute_advantages(experience, flow.strategy.group("actor", "scores"))
         flow.call("on_advantages_computed", trainer=self, experience=experience)
 
         algorithm.update(flow, experience, self._minibatch_rows, self.epochs)
 
         for name, values in figures.items():
             flow.metrics.mean(f"rollout/{name}", values, self._speaks)
-        metrics = flow.step_metrics()
+        with flow.strategy.phase("all roles", "metrics"):
+            metrics = flow.step_metrics()
         algorithm.after_step(metrics)
         self._rollout_gap = metrics.get("actor/rollout_gap_max", self._rollout_gap)
         return metrics
@@ -184,12 +189,22 @@ class RLTrainer:
         step = self.global_step
         metrics["time/data_wait"] = waited
         metrics["time/step"] = seconds
-        metrics["time/idle_share"] = (waited + metrics["time/rollout_wait"]) / seconds
+        times = StepTimes(seconds, waited, metrics["time/rollout_wait"])
+        metrics["time/idle_share"] = times.idle
+        self._warn_once_of_idling(times)
         metrics["learning_rate"] = self.dataflow.optimizers["actor"].param_groups[0]["lr"]
         self.completed_steps += 1
         self._loader_state = loader.state_dict()
         self.fabric.call("on_step_end", trainer=self, step=step, metrics=metrics)
         self.fabric.log_dict(metrics, step=step)
+
+    def _warn_once_of_idling(self, times: StepTimes) -> None:
+        self._step_times = [*self._step_times[1 - IDLE_WINDOW :], times]
+        advice = advise_ratio(self._step_times, self.rollout_batch_size, self.update_batch_size)
+        if advice is not None and not self._advised:
+            self._advised = True
+            if self.fabric.is_global_zero:
+                warnings.warn(f"RLTrainer: {advice}", stacklevel=4)
 
     # ---- parts of a step ---------------------------------------------------------------------------------------------
 

@@ -34,6 +34,7 @@ from lightning_verl.callbacks import RewardEMA
 from lightning_verl.data.experience import Experience, PromptBatch
 from lightning_verl.rollout.base import FinishReason, Rollouts
 from lightning_verl.rollout.batch import demonstrations, join_rollouts
+from lightning_verl.strategies.diagnosis import StepTimes
 from lightning_verl.strategies.dispatch import AgreedError
 from lightning_verl.testing import char_tokenizer, run_ranks, tiny_model
 
@@ -412,6 +413,16 @@ def test_a_role_that_the_algorithm_needs_is_named() -> None:
         RLTrainer(trainer.fabric, trainer.dataflow, PPO(), trainer.data, rollout_batch_size=2)
     with pytest.raises(ValueError, match="GRPO needs a reference"):
         RLTrainer(trainer.fabric, trainer.dataflow, GRPO(kl=0.1), trainer.data, rollout_batch_size=2)
+
+
+def test_idle_ranks_get_the_ratio_to_use_once() -> None:
+    trainer = make_trainer(PPO(), rollout_batch_size=4, update_batch_size=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(12):
+            # h = 0.25: k = 0.25 x 0.9 / (0.1 x 0.75) = 3; 3 x 4 / 1 = 12
+            trainer._warn_once_of_idling(StepTimes(10.0, 0.0, 2.5))
+    assert [str(one.message).split("use ")[1].split(":")[0] for one in caught] == ["12"]
 
 
 def test_an_unusual_ratio_gets_advice_and_the_idle_share_is_reported() -> None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from lightning_verl.strategies.groups import DEFAULT_TIMEOUT, OPERATIONS, NCCLGroupManager
-from lightning_verl.strategies.layout import ROLES
+from lightning_verl.strategies.groups import DEFAULT_TIMEOUT, NCCLGroupManager, operations_of
+from lightning_verl.strategies.layout import ROLES, check_names
 
 if TYPE_CHECKING:
     from lightning_verl.strategies.hybrid import HybridStrategy
@@ -39,23 +39,31 @@ class NCCLGroupIsolation:
 
     Without it, roles share one group an axis: the critic's gradient reduction waits until the parameter gathers that
     the actor has queued on the same communicator are through. Groups are made for parameter gathers, gradient
-    reduction, replicas, cut matrices and scores, of each role, wherever they have more than one rank; those of roles
-    that are never set up stay unused. Works with gloo too. One CPU process has no groups and needs none.
+    reduction, replicas, cut matrices and scores, of each role, and for resharding the actor, wherever they have more
+    than one rank; those of roles that are never set up stay unused. Works with gloo too. One CPU process has no groups
+    and needs none.
 
     What it does not lift: ranks must still issue their collectives in one common order, over all groups.
 
     Args:
-        timeout: How long a collective of these groups may take.
+        timeout: How long a collective of these groups may take; or one for each ``"role/operation"``, such as
+            ``{"critic/reduce": timedelta(minutes=5)}``, where the others keep 1800 s.
         high_priority: Run their kernels on high-priority CUDA streams (NCCL only).
 
     Raises:
-        ValueError: ``timeout`` is not positive.
+        ValueError: A timeout is not positive, or for a role or an operation that there is not.
     """
 
-    def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT, high_priority: bool = False) -> None:
-        if timeout <= timedelta(0):
-            raise ValueError(f"NCCLGroupIsolation got timeout={timeout}; it must be above 0.")
-        self.timeout = timeout
+    def __init__(
+        self, timeout: timedelta | Mapping[str, timedelta] = DEFAULT_TIMEOUT, high_priority: bool = False
+    ) -> None:
+        names = [f"{role}/{operation}" for role in ROLES for operation in operations_of(role)]
+        given = timeout if isinstance(timeout, Mapping) else dict.fromkeys(names, timeout)
+        check_names("NCCLGroupIsolation(timeout)", given, names, "group")
+        for name, limit in given.items():
+            if limit <= timedelta(0):
+                raise ValueError(f"NCCLGroupIsolation got timeout={limit} for {name!r}; it must be above 0.")
+        self._timeouts = {name: given.get(name, DEFAULT_TIMEOUT) for name in names}
         self.high_priority = high_priority
         self.report: list[IsolatedGroup] = []
         """The groups that this rank is in, by role and operation."""
@@ -91,7 +99,7 @@ class NCCLGroupIsolation:
         groups = {}
         for role in ROLES:
             layout = strategy.layout(role)
-            for operation, axis in OPERATIONS.items():
+            for operation, axis in operations_of(role).items():
                 if strategy.has_group(role, operation):
                     continue  # the user's own, such as RLTrainer(grad_sync_groups=...)
                 for line in layout.lines(axis):
@@ -99,7 +107,7 @@ class NCCLGroupIsolation:
                         continue  # nothing is communicated; the strategy's shared group stands in
                     group = NCCLGroupManager.create_group(
                         line,
-                        timeout=self.timeout,
+                        timeout=self._timeouts[f"{role}/{operation}"],
                         high_priority=self.high_priority,
                         description=f"{role}/{operation}:{line}",
                     )

@@ -86,16 +86,20 @@ def new_group(
     )
 
 
-def all_gather_flat(output: Tensor, tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
+def all_gather_flat(
+    output: Tensor, tensor: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
+) -> dist.Work | None:
     """Gather ``tensor`` of every rank into ``output``, one after the other. torch 2.13 renamed the call.
 
     Args:
         output: As many elements as all ranks have together.
         tensor: This rank's.
         group: None takes the world.
+        async_op: Whether to return before it is done.
     """
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(output, tensor, group=group)
+    work: dist.Work | None = gather(output, tensor, group=group, async_op=async_op)
+    return work
 
 
 def reduce_scatter_flat(

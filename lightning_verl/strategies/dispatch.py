@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning_verl.data.experience import RowBatch, concat_rows
 from lightning_verl.data.sharding import split
 from lightning_verl.models.compat import all_gather_flat
+from lightning_verl.strategies.diagnosis import is_collective_failure
 from lightning_verl.strategies.hybrid import HybridStrategy
 from lightning_verl.strategies.layout import RoleLayout
 
@@ -125,8 +126,11 @@ class Gate:
 
         Raises:
             AgreedError: A rank failed, on every rank, chained from the own error where there is one.
+            RuntimeError: ``error`` itself, at once, where a collective failed: its missing ranks may never come here.
             TimeoutError: A rank did not come in time.
         """
+        if error is not None and is_collective_failure(error):
+            raise error
         started = time.perf_counter()
         problems = {0: _text(error)} if self._strategy.world_size == 1 else self._exchange(phase, _text(error))
         failed = {rank: text for rank, text in problems.items() if text}

@@ -121,11 +121,13 @@ class HybridEngine:
         """Hold the weights as they are now in the rollout module (a collective call of the actor's ranks)."""
         reshard(self._trained)
         sources = {name: local_part(parameter) for name, parameter in self._trained.named_parameters()}
-        tensors, self.report = self._moves(sources).run({plain_name(name): part for name, part in sources.items()})
+        with self._strategy.phase("actor", "reshard"):
+            moved = self._moves(sources).run({plain_name(name): part for name, part in sources.items()})
+        tensors, self.report = moved
         for adapter in self._view.adapters:
             merge(tensors[adapter.weight], tensors.pop(adapter.a), tensors.pop(adapter.b), adapter)
         self._view.fill(tensors)
-        del tensors, sources
+        del tensors, sources, moved
         try:
             yield
         finally:

@@ -24,8 +24,13 @@ OPERATIONS = {
 
 ``gather``: FSDP2's parameter all-gather. ``reduce``: its gradient reduce-scatter. ``replicate``: the gradient
 all-reduce over whole copies. ``tensor``: the reductions inside cut matrices. ``scores``: loss normalisers, statistics
-and scores. ``reshard``: weights on their way from the update layout to the rollout layout.
+and scores. ``reshard``: the actor's weights on their way from its update layout to its rollout layout.
 """
+
+
+def operations_of(role: str) -> dict[str, str]:
+    """The operations that a role has, and their axes: only the actor is ever resharded."""
+    return {operation: axis for operation, axis in OPERATIONS.items() if operation != "reshard" or role == "actor"}
 
 
 class NCCLGroupManager:

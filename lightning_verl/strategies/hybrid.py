@@ -32,6 +32,7 @@ from lightning_verl.strategies.layout import ROLES, RoleLayout, check_config, ch
 from lightning_verl.strategies.mesh import DeviceMesh
 from lightning_verl.strategies.offload import OffloadReport, StateOffload
 from lightning_verl.strategies.precision import HybridPrecision
+from lightning_verl.strategies.watchdog import NCCLMonitor, PhaseBoard
 
 
 class _SyncControl(_BackwardSyncControl):
@@ -88,6 +89,7 @@ class HybridStrategy(ModelParallelStrategy):
             parallelize_fn=lambda module, mesh: module, process_group_backend=process_group_backend, timeout=timeout
         )
         self.mesh = None if mesh_shape is None else DeviceMesh.of(mesh_shape)
+        self.timeout = timeout
         self.activation_checkpointing = activation_checkpointing
         self.defer_gradient_sync = defer_gradient_sync
         self.enable_3d_hybrid = enable_3d_hybrid
@@ -105,6 +107,8 @@ class HybridStrategy(ModelParallelStrategy):
         self._role_of_parameter: dict[int, str] = {}
         self._versions: dict[str, int] = {}
         self._backward_sync_control = _SyncControl()
+        self._board = PhaseBoard(self)
+        self._monitor: NCCLMonitor | None = None
 
     # ---- environment -------------------------------------------------------------------------------------------------
 
@@ -136,6 +140,9 @@ class HybridStrategy(ModelParallelStrategy):
             self.accelerator.setup_device(self.root_device)
         if self.world_size > 1:
             self._setup_distributed()
+            if self._board.on_nccl and self._monitor is None:
+                self._monitor = NCCLMonitor(self._board)
+                self._monitor.start()
         elif self.is_distributed and not dist.is_initialized():
             backend = self._get_process_group_backend()
             device_id = self.root_device if self.root_device.type == "cuda" else None
@@ -215,6 +222,15 @@ class HybridStrategy(ModelParallelStrategy):
         """Whether a group was put in place for a role's operation."""
         return self._groups.has(role, operation)
 
+    def phase(self, role: str, name: str) -> AbstractContextManager[None]:
+        """A context for what a role does together; where a collective in it fails, the error names the missing ranks.
+
+        Args:
+            role: Whose phase, or several roles' in words.
+            name: What they do, such as ``"update"``.
+        """
+        return self._board.phase(role, name)
+
     def role_mesh(self, role: str) -> TorchDeviceMesh:
         """The torch mesh of a role: axes ``<role>_replicate``, ``<role>_shard``, ``<role>_tensor``.
 
@@ -266,7 +282,8 @@ class HybridStrategy(ModelParallelStrategy):
         if not is_trainable(module, role):
             module.requires_grad_(False)
         if next(module.parameters(), None) is not None:
-            self._parallelize(module, role)
+            with self.phase(role, "set-up"):
+                self._parallelize(module, role)
         self._roles[role] = module
         self._versions.setdefault(role, 0)
         self._role_of_parameter.update((id(parameter), role) for parameter in module.parameters())
@@ -445,7 +462,8 @@ class HybridStrategy(ModelParallelStrategy):
             raise TypeError("HybridStrategy.save_checkpoint takes neither storage_options nor filter; leave them out.")
         self._wait_for_states()
         versions = {**self._versions}
-        checkpoint.save(Path(self.broadcast(path)), {**state, "weight_versions": versions}, self.role_of_optimizer)
+        with self.phase("all roles", "save"):
+            checkpoint.save(Path(self.broadcast(path)), {**state, "weight_versions": versions}, self.role_of_optimizer)
 
     @override
     def load_checkpoint(
@@ -458,12 +476,15 @@ class HybridStrategy(ModelParallelStrategy):
                 f"used at "
                 "saving, such as {'actor': actor}."
             )
-        rest = checkpoint.load(Path(self.broadcast(path)), state, self.role_of_optimizer, strict)
+        with self.phase("all roles", "load"):
+            rest = checkpoint.load(Path(self.broadcast(path)), state, self.role_of_optimizer, strict)
         self._versions.update(rest.pop("weight_versions", {}))
         return rest
 
     @override
     def teardown(self) -> None:
         """Leave the process group. Fabric itself never calls this; scripts that end their process need not either."""
+        if self._monitor is not None:
+            self._monitor.stop()
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -68,7 +68,7 @@ class RoleLayout:
         Args:
             axis: ``"replicate"``; ``"shard"`` (shards and expert ranks, over which FSDP2 cuts what is no expert);
                 ``"expert_shard"`` (over which it cuts the experts); ``"expert"``; ``"tensor"``; ``"data"`` (all but
-                tensor); or ``"all"``.
+                tensor); or ``"all"`` (one line of all ranks).
         """
         inner = self.expert * self.tensor
         strides = {

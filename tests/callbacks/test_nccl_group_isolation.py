@@ -191,10 +191,10 @@ def test_report_names_the_groups_of_this_rank():
         (role, operation): (0, 1, 2, 3)
         for role in ("reference", "reward")
         for operation in ("gather", "reduce", "scores")
-    }
+    } | {("actor", "reshard"): (0, 1, 2, 3)}
     for report in (first, second, third):
         names = [group.name for group in report]
-        assert len(set(names)) == len(names) == 14
+        assert len(set(names)) == len(names) == 15
 
 
 def _record_calls() -> tuple[list[tuple[list[int], dict[str, Any]]], float]:
@@ -222,7 +222,7 @@ def test_every_rank_creates_the_same_groups_once_in_the_same_order():
     (calls, timeout), (other, _) = run_ranks(_record_calls, 2)
     assert calls == other
     # the actor has a tensor axis of two only, the other roles a data axis of two
-    assert [options["description"] for _, options in calls] == ["actor/tensor:[0, 1]"] + [
+    assert [options["description"] for _, options in calls] == ["actor/tensor:[0, 1]", "actor/reshard:[0, 1]"] + [
         f"{role}/{operation}:[0, 1]"
         for role in ("critic", "reference", "reward")
         for operation in ("gather", "reduce", "scores")
@@ -277,12 +277,38 @@ def test_report_is_logged_once_by_rank_0(caplog, first_rank, lines):
 
 
 def test_timeout_out_of_range():
-    with pytest.raises(ValueError, match=r"NCCLGroupIsolation got timeout=0:00:00; it must be above 0"):
+    with pytest.raises(
+        ValueError, match=r"NCCLGroupIsolation got timeout=0:00:00 for 'actor/gather'; it must be above"
+    ):
         NCCLGroupIsolation(timeout=timedelta(0))
+    with pytest.raises(ValueError, match=r"unknown group 'critic/reshard'; known are 'actor/gather'"):
+        NCCLGroupIsolation(timeout={"critic/reshard": timedelta(1)})
 
 
-def own_reduce_group() -> tuple[bool, bool, float]:
-    """A user's own group for the critic's gradients is kept, and used."""
+def _own_timeouts() -> dict[str, tuple[str, float]]:
+    """torch's name and the timeout in seconds of the groups that the four kinds of traffic run on."""
+    limits = {"critic/reduce": timedelta(seconds=11), "actor/gather": timedelta(seconds=12)}
+    limits |= {"actor/scores": timedelta(seconds=13)}
+    strategy = HybridStrategy(timeout=timedelta(seconds=99))
+    Fabric(accelerator="cpu", devices=2, strategy=strategy).launch()
+    NCCLGroupIsolation(timeout=limits).on_groups_setup(strategy)
+    found = {}
+    for name in [*limits, "actor/reshard"]:
+        group = strategy.group(*name.split("/"))
+        found[name] = group.group_name, group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return found
+
+
+def test_critic_gradients_actor_gathers_scores_and_resharding_have_groups_and_timeouts_of_their_own():
+    for found in run_ranks(_own_timeouts, 2):
+        assert len({name for name, _ in found.values()}) == 4
+        timeouts = {key: seconds for key, (_, seconds) in found.items()}
+        # what is not named keeps 1800 s, whatever the strategy's own timeout
+        assert timeouts == {"critic/reduce": 11, "actor/gather": 12, "actor/scores": 13, "actor/reshard": 1800}
+
+
+def own_reduce_group() -> tuple[bool, bool, float, int]:
+    """A user's own group for the critic's gradients is kept, and used: how many collectives ran on it."""
     fabric = Fabric(accelerator="cpu", strategy=HybridStrategy(), callbacks=[NCCLGroupIsolation()])
     fabric.launch()
     own = NCCLGroupManager.create_group([0, 1], timeout=timedelta(seconds=30), description="mine")
@@ -305,7 +331,8 @@ def own_reduce_group() -> tuple[bool, bool, float]:
     )
     kept = fabric.strategy.group("critic", "reduce") is own
     isolated = fabric.strategy.group("actor", "reduce") is not fabric.strategy.group("actor", "gather")
-    return kept, isolated, trainer.fit(1)["critic/grad_norm"]
+    norm = trainer.fit(1)["critic/grad_norm"]
+    return kept, isolated, norm, own._get_sequence_number_for_group()
 
 
 def test_a_users_own_group_for_gradients_stays_in_place() -> None:
@@ -313,3 +340,6 @@ def test_a_users_own_group_for_gradients_stays_in_place() -> None:
     assert first == second
     assert first[:2] == (True, True)
     assert first[2] > 0
+    # 4 mini-batches (4 prompts, update_batch_size 1), one reduce-scatter for each unit of FSDP2: two decoder layers and
+    # the critic around them
+    assert first[3] == 4 * 3

@@ -60,6 +60,7 @@ def test_lines_and_coordinates_of_a_grid() -> None:
     assert layout.lines("shard") == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert layout.lines("replicate") == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert layout.lines("data") == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert layout.lines("all") == [[0, 1, 2, 3, 4, 5, 6, 7]]
     assert [layout.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [layout.tensor_rank(rank) for rank in range(8)] == [0, 1] * 4
 
