@@ -86,12 +86,14 @@ def plan(words: Sequence[str]) -> None:
     )
     parser.add_argument("config", help="the YAML file")
     parser.add_argument(
-        "--ranks", type=int, help="processes to plan for (default: devices, or those of one mesh, or 1)"
+        "--ranks", type=_positive(int), help="processes to plan for (default: devices, or those of one mesh, or 1)"
     )
-    parser.add_argument("--memory", type=float, default=80.0, metavar="GIB", help="memory of a GPU (default: 80)")
+    parser.add_argument(
+        "--memory", type=_positive(float), default=80.0, metavar="GIB", help="memory of a GPU (default: 80)"
+    )
     parser.add_argument(
         "--link",
-        type=float,
+        type=_positive(float),
         metavar="GB/S",
         help="bandwidth between GPUs (default: 280 within 8 ranks that follow each other, 50 beyond)",
     )
@@ -123,6 +125,19 @@ def version(words: Sequence[str]) -> None:
     argparse.ArgumentParser(prog=f"{PROGRAM} version").parse_args(words)
     below = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "transformers", "lightning"))
     print(f"{PROGRAM} {__version__} ({below})")
+
+
+def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
+    """A type of options: numbers above 0."""
+
+    def number(word: str) -> float:
+        value = kind(word)
+        if not value > 0:
+            raise argparse.ArgumentTypeError(f"it must be above 0, got {word!r}")
+        return value
+
+    number.__name__ = kind.__name__  # argparse names it where a word is no number at all
+    return number
 
 
 @contextmanager
