@@ -152,7 +152,7 @@ def measure(options: argparse.Namespace) -> Result:
         for algorithm in ALGORITHMS:
             for ranks in (1, 2):
                 part = Path(folder) / "run.json"
-                words = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-port=0", __file__]
+                words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__]
                 words += ["--worker", algorithm, "--output", str(part), "--model", options.model]
                 words += ["--steps", str(options.steps)]
                 subprocess.run([sys.executable, *words], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})

@@ -15,6 +15,7 @@ Rows lie with the data ranks of the actor; a role with another layout gets its s
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -39,10 +40,16 @@ from lightning_verl.parallel.fsdp import reshard
 from lightning_verl.rewards.functions import Scores
 from lightning_verl.rewards.scores import join_scores
 from lightning_verl.roles.adapter import AdapterReference
-from lightning_verl.rollout.batch import AnsweredPrompts, demonstrations, join_rollouts
+from lightning_verl.rollout.batch import AnsweredPrompts, demonstrations, join_rollouts, no_rollouts
 from lightning_verl.rollout.sampling import SamplingParams
 from lightning_verl.strategies.diagnosis import is_collective_failure
-from lightning_verl.strategies.dispatch import Gate, RowExchange, gather_counts, share_from_first_tensor_rank
+from lightning_verl.strategies.dispatch import (
+    Gate,
+    Receipt,
+    RowExchange,
+    gather_counts,
+    share_from_first_tensor_rank,
+)
 from lightning_verl.strategies.hybrid import HybridStrategy
 from lightning_verl.strategies.layout import ROLES, is_trainable
 from lightning_verl.strategies.watchdog import watched
@@ -63,6 +70,24 @@ class _Scored(_Figures):
     """Scores ``[N]`` and whether they count ``[N]``, on their way back."""
 
     valid: Tensor
+
+
+@dataclass
+class Scoring:
+    """A batch that the reward role scores, or has scored, see ``HybridDataFlow.start_scoring``."""
+
+    batch: RolloutBatch
+    """This rank's rows."""
+    role: str
+    """The role in whose layout they are scored: the reward's, or the actor's where functions run beside it."""
+    receipt: Receipt
+    """How the scores come back."""
+    scores: Scores | None = None
+    """What this rank scored."""
+    error: Exception | None = None
+    """What went wrong meanwhile."""
+    seconds: float = 0.0
+    """How long it took."""
 
 
 class HybridDataFlow:
@@ -156,7 +181,7 @@ class HybridDataFlow:
                 self._wrapped[role] = fabric.setup_module(self.modules[role])
         self.metrics = StepMetrics(fabric.device)
         self.gate = Gate(fabric.strategy)
-        self._exchange = RowExchange(fabric.strategy)
+        self._exchange = RowExchange(fabric.strategy, [("actor", role) for role in (*ROLES, "rollout")])
         actor = self.modules["actor"]
         if "reference" not in self.modules and getattr(actor, "has_adapter", False):
             self.adapter_reference = AdapterReference(actor)
@@ -172,7 +197,7 @@ class HybridDataFlow:
             TypeError: ``configure_optimizers`` gave something else than one optimizer.
         """
         for role, module in self.modules.items():
-            if not is_trainable(module, role):
+            if not is_trainable(module, role) or not self._holds(role):
                 continue
             optimizer = module.configure_optimizers()  # type: ignore[operator]
             if not isinstance(optimizer, Optimizer):
@@ -213,7 +238,7 @@ class HybridDataFlow:
         actor: Any = self.modules["actor"]
         reshard(actor)
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state = get_model_state_dict(actor.model, options=options)
+        state = get_model_state_dict(actor.model, options=options) if self._holds("actor") else {}
         if self.strategy.is_global_zero:
             actor.save_pretrained(folder, state)
         self.strategy.barrier()
@@ -230,6 +255,8 @@ class HybridDataFlow:
             step: The training step, for the seeds.
         """
         self._max_response_length = sampling.max_new_tokens
+        if not self._holds("actor"):
+            return no_rollouts(prompts, sampling.temperature).to(self.fabric.device)
         rows, receipt = self._exchange.there(prompts, "actor", "rollout")
         with self.strategy.rollout(self.modules["actor"]) as engine:
             self._record_resharding()
@@ -241,32 +268,61 @@ class HybridDataFlow:
         """Take responses from a field of the data instead of sampling them."""
         return demonstrations(prompts, field, self.tokenizer).to(self.fabric.device)
 
-    @watched("score", "reward")
     def score(self, batch: RolloutBatch) -> Experience:
-        """Let the reward role score a batch (a collective call).
+        """Let the reward role score a batch and wait for it (a collective call).
 
-        A model scores on its own layout. Functions run once for each row, on the first rank of its tensor axis.
+        A model scores on its own layout. Functions run once for each row, on the first rank of its tensor axis, in the
+        actor's layout, or on the ranks that the reward claims.
 
         Raises:
             AgreedError: A reward failed on some rank; raised on every rank, before any weight changes.
         """
+        return self.finish_scoring(self.start_scoring(batch))
+
+    @property
+    def reward_is_apart(self) -> bool:
+        """Whether the reward has ranks of its own, and scores there while the others go on."""
+        return self.strategy.layout("reward").apart_from(self.strategy.layout("actor"))
+
+    @watched("score", "reward")
+    def start_scoring(self, batch: RolloutBatch) -> Scoring:
+        """Hand the rows to the reward role and score where it lies; ranks without it go on (a collective call)."""
         reward = self.modules["reward"]
         has_weights = next(reward.parameters(), None) is not None
-        role = "reward" if has_weights else "actor"
-        rows, counts = self._exchange.there(batch, "actor", role)
-        scores, error = None, None
+        role = "reward" if has_weights or self.reward_is_apart else "actor"
+        rows, receipt = self._exchange.there(batch, "actor", role)
+        scoring = Scoring(batch, role, receipt)
+        started = time.perf_counter()
         try:
-            if has_weights:
-                scores = self._score_in_micro_batches(reward, rows)
-            elif self.strategy.tensor_rank(role) == 0:
-                scores = join_scores([reward.score(rows)])  # type: ignore[operator]
+            if has_weights and self._holds(role):
+                scoring.scores = self._score_in_micro_batches(reward, rows)
+            elif self._speaks(role):
+                scoring.scores = join_scores([reward.score(rows)])  # type: ignore[operator]
+            if self.fabric.device.type == "cuda":
+                torch.cuda.synchronize(self.fabric.device)  # the seconds are those of the work, not of its launch
         except Exception as problem:  # raised again by the gate, on every rank, so that none waits for this one
-            error = problem
-        waited = self.gate.meet("the reward phase", error)
-        scores = share_from_first_tensor_rank(scores, self.strategy, role)
-        self._record_scores(scores, waited, counts=self.strategy.tensor_rank(role) == 0)
-        back = self._exchange.back(_Scored(scores.values, scores.valid), counts, "actor", role)
-        return Experience(batch, back.values.to(self.fabric.device), back.valid.to(self.fabric.device))
+            scoring.error = problem
+        scoring.seconds = time.perf_counter() - started
+        return scoring
+
+    @watched("score", "reward")
+    def finish_scoring(self, scoring: Scoring) -> Experience:
+        """Wait for the scores and bring them to their rows (a collective call).
+
+        Raises:
+            AgreedError: A reward failed on some rank; raised on every rank.
+        """
+        role, device = scoring.role, self.fabric.device
+        waited = self.gate.meet("the reward phase", scoring.error)
+        self.metrics.mean("time/reward_wait", torch.tensor([waited]), self._holds("actor"))
+        self.metrics.mean("time/reward_score", torch.tensor([scoring.seconds]), self._speaks(role))
+        figures = _Scored(torch.zeros(0, device=device), torch.zeros(0, dtype=torch.bool, device=device))
+        if self._holds(role):
+            scores = share_from_first_tensor_rank(scoring.scores, self.strategy, role)
+            self._record_scores(scores, self._speaks(role))
+            figures = _Scored(scores.values.to(device), scores.valid.to(device))
+        back = self._exchange.back(figures, scoring.receipt, "actor", role)
+        return Experience(scoring.batch, back.values, back.valid)
 
     @watched("log-probs", "actor")
     def logprobs(self, batch: RolloutBatch) -> Tensor:
@@ -303,8 +359,10 @@ class HybridDataFlow:
             experience: The rows that this rank holds in the actor's layout.
             loss: The loss of a micro-batch.
         """
-        counts = self.strategy.tensor_rank(role) == 0
         rows, _ = self._exchange.there(experience, "actor", role)
+        if not self._holds(role):
+            return
+        counts = self._speaks(role)
         bins, normalizer = self._plan(role, rows)
         module, optimizer = self._wrapped[role], self.optimizers[role]
         if normalizer.tokens == 0:
@@ -332,14 +390,15 @@ class HybridDataFlow:
 
     def _forward(self, role: str, batch: RolloutBatch, run: Callable[[Any, RolloutBatch], Tensor]) -> Tensor:
         """A pass without gradients over all rows of a batch, on the role's layout."""
-        rows, counts = self._exchange.there(batch, "actor", role)
-        bins, _ = self._plan(role, Experience(rows, rows.prompt_lengths, rows.prompt_lengths > 0))
+        rows, receipt = self._exchange.there(batch, "actor", role)
         result = torch.zeros_like(rows.rollout_logprobs)
-        with torch.no_grad(), deterministic(self.modules[role]):
-            for part in bins:
-                figures = run(self._wrapped[role], rows.select(part).trimmed())
-                result[part, : figures.shape[1]] = figures
-        values = self._exchange.back(_Figures(result), counts, "actor", role).values
+        if self._holds(role):
+            bins, _ = self._plan(role, Experience(rows, rows.prompt_lengths, rows.prompt_lengths > 0))
+            with torch.no_grad(), deterministic(self.modules[role]):
+                for part in bins:
+                    figures = run(self._wrapped[role], rows.select(part).trimmed())
+                    result[part, : figures.shape[1]] = figures
+        values = self._exchange.back(_Figures(result), receipt, "actor", role).values
         return values[:, : batch.response_width]
 
     def _plan(self, role: str, rows: Experience) -> tuple[list[list[int]], Normalizer]:
@@ -390,7 +449,7 @@ class HybridDataFlow:
             self.metrics.largest("offload/moved_bytes", report.moved_bytes)
         return self.metrics.compute()
 
-    def _record_scores(self, scores: Scores, waited: float, counts: bool) -> None:
+    def _record_scores(self, scores: Scores, counts: bool) -> None:
         self.metrics.mean("reward/mean", scores.values[scores.valid], counts)
         self.metrics.mean("reward/valid", scores.valid.float(), counts)
         self.metrics.total("reward/fallbacks", float(scores.fallbacks), counts)
@@ -398,11 +457,17 @@ class HybridDataFlow:
             self.metrics.mean(f"reward/{name}", values[~values.isnan()], counts)
         if scores.disagreement is not None:
             self.metrics.mean("reward/disagreement", scores.disagreement[scores.valid], counts)
-        self.metrics.mean("time/reward_wait", torch.tensor([waited]))
+
+    def _holds(self, role: str) -> bool:
+        return self.strategy.layout(role).holds(self.strategy.global_rank)
+
+    def _speaks(self, role: str) -> bool:
+        return self.strategy.layout(role).speaks(self.strategy.global_rank)
 
     def _skip(self, role: str, reason: str) -> None:
-        self.metrics.total(f"{role}/skipped_updates", 1.0, counts=self.strategy.global_rank == 0)
-        if self.strategy.global_rank == 0:
+        first = self.strategy.global_rank == self.strategy.layout(role).ranks[0]
+        self.metrics.total(f"{role}/skipped_updates", 1.0, counts=first)
+        if first:
             warnings.warn(f"HybridDataFlow: an update of the {role} was skipped, {reason}.", stacklevel=4)
 
 

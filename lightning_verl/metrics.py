@@ -1,4 +1,4 @@
-"""The metrics of one step: torchmetrics on every rank, combined over ranks in one exchange."""
+"""The metrics of one step: torchmetrics on every rank, combined over ranks at its end."""
 
 from __future__ import annotations
 
@@ -41,9 +41,14 @@ _REDUCTIONS: dict[type[Metric], Callable[[Tensor], Tensor]] = {
     MaxMetric: lambda states: states.amax(0),
 }
 
+_NOTHING: dict[type[Metric], tuple[Any, ...]] = {WeightedMean: (0.0, 0), SumMetric: (0.0,), MaxMetric: (-math.inf,)}
+"""An update that changes nothing; a metric without any would warn."""
+
 
 class StepMetrics:
-    """Collects the figures of a step by name. Every rank must name the same ones; only ranks that count add to them.
+    """Collects the figures of a step by name; only ranks that count add to them.
+
+    A figure of a role is named by the ranks of that role alone; ranks agree on the names before they combine.
 
     Args:
         device: Where the figures are kept; nothing is copied to the host before ``compute``.
@@ -94,11 +99,12 @@ class StepMetrics:
         metric.update(torch.as_tensor(value).detach().double() if counts else torch.tensor(-math.inf))
 
     def compute(self) -> dict[str, float]:
-        """Combine over ranks, in one exchange, and start anew.
+        """Combine over ranks and start anew (a collective call of the world).
 
         Returns:
             The figures by name; those that nobody added to are left out.
         """
+        self._agree_on_names()
         names = sorted(self._metrics)
         states = {name: _states(self._metrics[name]) for name in names}
         sizes = [states[name].numel() for name in names]
@@ -116,6 +122,20 @@ class StepMetrics:
         self._metrics.clear()
         self._shares.clear()
         return result
+
+    def _agree_on_names(self) -> None:
+        """Add, empty, what other ranks named; take over how many mini-batches they counted."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        own = {name: (type(metric), self._shares.get(name)) for name, metric in self._metrics.items()}
+        everyone: list[dict[str, tuple[type[Metric], int | None]]] = [own] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+        for named in everyone:
+            for name, (kind, minibatches) in named.items():
+                if name not in self._metrics:
+                    self._get(name, kind).update(*_NOTHING[kind])
+                if minibatches is not None:
+                    self._shares[name] = max(minibatches, self._shares.get(name, 0))
 
     def _get(self, name: str, kind: type[Metric]) -> Metric:
         if name not in self._metrics:

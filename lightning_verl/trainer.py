@@ -19,7 +19,7 @@ from lightning_verl.algorithms.base import Algorithm
 from lightning_verl.data.experience import Experience, PromptBatch, RolloutBatch
 from lightning_verl.data.prompts import AsyncRolloutDataset
 from lightning_verl.data.sharding import local_minibatch_sizes, rollout_rows
-from lightning_verl.dataflow import HybridDataFlow
+from lightning_verl.dataflow import HybridDataFlow, Scoring
 from lightning_verl.rollout.sampling import SamplingParams
 from lightning_verl.strategies.diagnosis import IDLE_WINDOW, StepTimes, advise_ratio
 
@@ -95,14 +95,14 @@ class RLTrainer:
         if algorithm.needs_reference and dataflow.adapter_reference is not None:
             dataflow.adapter_reference.freeze()
         layout = dataflow.strategy.layout("actor")
-        place = (
-            self.rollout_batch_size,
-            self.update_batch_size,
-            layout.data_size,
-            dataflow.strategy.data_rank("actor"),
-        )
-        self._minibatch_rows = _rows_of(local_minibatch_sizes(*place), samples)
-        self._rows = rollout_rows(*place)
+        self._holds_actor = layout.holds(fabric.global_rank)
+        self._speaks = layout.speaks(fabric.global_rank)  # whether this rank's rows count
+        place = layout.data_rank(fabric.global_rank) if self._holds_actor else 0
+        sizes = (self.rollout_batch_size, self.update_batch_size, layout.data_size, place)
+        prompts = local_minibatch_sizes(*sizes)
+        # A rank without the actor has no prompts, in as many mini-batches as the others.
+        self._rows = rollout_rows(*sizes) if self._holds_actor else []
+        self._minibatch_rows = _rows_of(prompts if self._holds_actor else [0] * len(prompts), samples)
         with data.loader(rollout_batch_size, self._rows) as loader:
             self._loader_state = loader.state_dict()
         self._advise_ratio(layout.data_size)
@@ -160,12 +160,15 @@ class RLTrainer:
         batch = self._collect(prompts)
         flow.call("on_rollout_end", trainer=self, batch=batch)
 
-        experience = flow.score(batch) if algorithm.needs_reward else _unscored(batch)
-        flow.call("on_rewards_computed", trainer=self, experience=experience)
-
+        experience = _unscored(batch)
+        scoring = flow.start_scoring(batch) if algorithm.needs_reward else None
+        if not flow.reward_is_apart:
+            self._take_scores(experience, scoring)
         experience.old_logprobs = self._old_logprobs(batch)
         experience.ref_logprobs = flow.reference_logprobs(batch) if algorithm.needs_reference else None
         experience.values = flow.values(batch) if algorithm.needs_critic else None
+        if flow.reward_is_apart:  # it has scored meanwhile
+            self._take_scores(experience, scoring)
         with flow.strategy.phase("actor", "advantages"):
             figures = algorithm.compute_advantages(experience, flow.strategy.group("actor", "scores"))
         flow.call("on_advantages_computed", trainer=self, experience=experience)
@@ -192,7 +195,8 @@ class RLTrainer:
         times = StepTimes(seconds, waited, metrics["time/rollout_wait"])
         metrics["time/idle_share"] = times.idle
         self._warn_once_of_idling(times)
-        metrics["learning_rate"] = self.dataflow.optimizers["actor"].param_groups[0]["lr"]
+        if self._holds_actor:
+            metrics["learning_rate"] = self.dataflow.optimizers["actor"].param_groups[0]["lr"]
         self.completed_steps += 1
         self._loader_state = loader.state_dict()
         self.fabric.call("on_step_end", trainer=self, step=step, metrics=metrics)
@@ -207,6 +211,13 @@ class RLTrainer:
                 warnings.warn(f"RLTrainer: {advice}", stacklevel=4)
 
     # ---- parts of a step ---------------------------------------------------------------------------------------------
+
+    def _take_scores(self, experience: Experience, scoring: Scoring | None) -> None:
+        """Wait for the scores, where there is a reward, and fill them in."""
+        if scoring is not None:
+            scored = self.dataflow.finish_scoring(scoring)
+            experience.scores, experience.valid = scored.scores, scored.valid
+        self.dataflow.call("on_rewards_computed", trainer=self, experience=experience)
 
     def _old_logprobs(self, batch: RolloutBatch) -> torch.Tensor | None:
         """The log-probs that ratios are taken against; None lets the update take its own."""
@@ -240,12 +251,7 @@ class RLTrainer:
         metrics.total("rollout/sequences", len(batch), self._speaks)
         metrics.total("rollout/prompt_tokens", batch.prompt_lengths.sum(), self._speaks)
         metrics.total("rollout/response_tokens", batch.response_lengths.sum(), self._speaks)
-        metrics.mean("time/rollout_wait", torch.tensor([waited]))
-
-    @property
-    def _speaks(self) -> bool:
-        """Whether this rank's rows count: the ranks of a tensor axis hold the same ones."""
-        return self.dataflow.strategy.tensor_rank("actor") == 0
+        metrics.mean("time/rollout_wait", torch.tensor([waited]), self._holds_actor)
 
     def _set_learning_rates(self) -> None:
         scale = min(1.0, (self.completed_steps + 1) / self.warmup_steps) if self.warmup_steps else 1.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ from lightning_verl import (
     SamplingParams,
 )
 from lightning_verl.data.experience import Experience, RolloutBatch
-from lightning_verl.strategies.dispatch import RowExchange
 from lightning_verl.testing import char_tokenizer, run_ranks, tiny_model
 
 
@@ -87,33 +85,6 @@ def uneven_rollout() -> list[int]:
 
 def test_ranks_need_not_take_equally_many_steps_of_a_rollout() -> None:
     assert run_ranks(uneven_rollout, 2) == [[0, 0, 2, 2], [2, 2, 0, 0]]
-
-
-def exchange(config: dict[str, Any]) -> tuple[list[int], list[int]]:
-    fabric = Fabric(accelerator="cpu", strategy=HybridStrategy((2, 2, 1, 1), config))
-    fabric.launch()
-    strategy = fabric.strategy
-    held = rows_of_lengths([[5, 6, 7], [8, 9]][strategy.data_rank("actor")])
-    rows = RowExchange(strategy)
-    there, counts = rows.there(held, "actor", "critic")
-    back = rows.back(there, counts, "actor", "critic")
-    return there.lengths.tolist(), back.lengths.tolist()
-
-
-def test_rows_go_to_the_data_ranks_of_another_role_and_back() -> None:
-    """Actor on data 2 x tensor 2 with rows of 5, 6, 7 and 8, 9 tokens; critic on data 4 gets 1, 1, 1 and 2 rows."""
-    results = run_ranks(exchange, 4, {"critic": {"dp": 4}})
-    assert [there for there, _ in results] == [[5], [6], [7], [8, 9]]
-    assert [back for _, back in results] == [[5, 6, 7], [5, 6, 7], [8, 9], [8, 9]]
-
-
-def test_nothing_moves_between_roles_on_the_same_ranks() -> None:
-    fabric = Fabric(accelerator="cpu", strategy=HybridStrategy())
-    fabric.launch()
-    batch = rows_of_lengths([5, 6])
-    there, counts = RowExchange(fabric.strategy).there(batch, "actor", "critic")
-    assert there is batch
-    assert RowExchange(fabric.strategy).back(there, counts, "actor", "critic") is batch
 
 
 def test_both_loggers_show_every_metric_with_one_monotonic_step(tmp_path: Path) -> None:

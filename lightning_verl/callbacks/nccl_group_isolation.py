@@ -79,10 +79,11 @@ class NCCLGroupIsolation:
         if not dist.is_initialized() or self._strategy is strategy:
             return
         self._strategy, self._printed = strategy, False
-        groups = self._create(strategy)
+        created = self._create(strategy)
+        groups = {place: own for place, own in created.items() if own is not None}
         _check_distinct(groups)
-        for (role, operation), group in groups.items():
-            strategy.set_group(role, operation, group)
+        for (role, operation), own in created.items():
+            strategy.set_group(role, operation, own)
         self.report = [
             IsolatedGroup(role, operation, tuple(dist.get_process_group_ranks(group)), group.group_name)
             for (role, operation), group in groups.items()
@@ -94,9 +95,13 @@ class NCCLGroupIsolation:
             self._printed = True
             _logger.info("NCCLGroupIsolation: groups of rank 0\n%s", _table(self.report))
 
-    def _create(self, strategy: HybridStrategy) -> dict[tuple[str, str], dist.ProcessGroup]:
-        """Every line of every role's grid, in the same order on every rank; returns those that this rank is in."""
-        groups = {}
+    def _create(self, strategy: HybridStrategy) -> dict[tuple[str, str], dist.ProcessGroup | None]:
+        """Every line of every role's grid, in the same order on every rank.
+
+        Returns:
+            The groups that this rank is in; None for the operations of roles that it has no part of.
+        """
+        groups: dict[tuple[str, str], dist.ProcessGroup | None] = {}
         for role in ROLES:
             layout = strategy.layout(role)
             for operation, axis in operations_of(role).items():
@@ -111,7 +116,7 @@ class NCCLGroupIsolation:
                         high_priority=self.high_priority,
                         description=f"{role}/{operation}:{line}",
                     )
-                    if group is not None:
+                    if group is not None or not layout.holds(strategy.global_rank):
                         groups[role, operation] = group
         return groups
 

@@ -30,8 +30,8 @@ class Throughput:
     ========================================  =======================================================================
 
     Phases: ``rollout``, ``reward``, ``scoring`` (old and reference log-probs, values, advantages), ``critic_update``
-    and ``actor_update``. On CUDA the device is synchronised where one ends and the next begins, and its peak memory
-    statistics are reset at each start.
+    and ``actor_update``. With a reward on ranks of its own these passes run beside it, within ``reward``. On CUDA the
+    device is synchronised where one ends and the next begins, and its peak memory statistics are reset at each start.
 
     Model FLOPs utilisation covers the actor's update alone. It counts what the mathematics asks for on real tokens,
     neither padding nor recomputation (Chowdhery et al., 2022, arXiv:2204.02311, appendix B). A sequence of L tokens
@@ -88,7 +88,7 @@ class Throughput:
         """Count the FLOPs of the update to come, and begin ``reward``."""
         if self._cost is not None:
             flops = trainer.epochs * self._cost.flops(batch.lengths)
-            counts = trainer.dataflow.strategy.tensor_rank("actor") == 0
+            counts = trainer.dataflow.strategy.layout("actor").speaks(trainer.fabric.global_rank)
             trainer.dataflow.metrics.total("throughput/update_flops", flops, counts)
         self._enter("reward")
 

@@ -194,6 +194,11 @@ class Experience(RowBatch):
         return len(self.rollout)
 
     @property
+    def lengths(self) -> Tensor:
+        """Prompt and response tokens of each row, int64 ``[N]``."""
+        return self.rollout.lengths
+
+    @property
     def mask(self) -> Tensor:
         """True at the tokens that are trained on: response tokens of valid rows, bool ``[N, R]``."""
         return self.rollout.response_mask & self.valid[:, None]

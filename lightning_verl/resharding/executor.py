@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -57,7 +59,41 @@ class _Part:
 
     name: str
     slices: tuple[slice, ...]
-    elements: int
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Of the rectangle."""
+        return tuple(part.stop - part.start for part in self.slices)
+
+    @cached_property
+    def elements(self) -> int:
+        """In the rectangle."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class _Want:
+    """What this rank wants of one tensor."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...] | None
+    """Of its result; None where it wants nothing."""
+    in_place: bool
+    """Whether it holds just that already."""
+    own: tuple[tuple[tuple[slice, ...], tuple[slice, ...]], ...]
+    """What it copies to itself: rectangles of its source tensor and of its result."""
+
+    @classmethod
+    def of(cls, name: str, move: Move, rank: int) -> _Want:
+        """Read it from a plan."""
+        held, need = move.plan.held(rank), move.plan.needed(rank)
+        regions = [transfer.region for transfer in move.plan.receives(rank) if transfer.source == rank]
+        pairs = (zip(_rectangles(region, held), _rectangles(region, need), strict=True) for region in regions)
+        shape = local_shape(need) if need else None
+        return cls(
+            name, move.dtype, shape, move.may_alias and held == need, tuple(itertools.chain.from_iterable(pairs))
+        )
 
 
 @dataclass(frozen=True)
@@ -115,7 +151,8 @@ class Resharder:
             _bucket([(piece, self._moves[piece.name]) for piece in pieces], ranks, self._rank)
             for pieces in _fill_buckets(self._moves, bucket_bytes)
         ]
-        self._own = {name: _own_parts(move.plan, self._rank) for name, move in self._moves.items()}
+        self._wants = [_Want.of(name, move, self._rank) for name, move in self._moves.items()]
+        self._received = sum(move.plan.received(self._rank) * move.dtype.itemsize for move in moves.values())
 
     def run(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], ReshardReport]:
         """Move tensors (a collective call).
@@ -139,41 +176,33 @@ class Resharder:
                 self._exchange(bucket, tensors, slot)
             with lanes.unpacking(slot):
                 _unpack(bucket, slot, results)
-        self._copy_own(fresh, tensors, results)
+        _copy(
+            [results[want.name][target] for want in fresh for _, target in want.own],
+            [tensors[want.name][source] for want in fresh for source, _ in want.own],
+        )
         lanes.join()
         report = self._report(started, results, fresh, sum(slot.buffer.nbytes for slot in slots))
         scalars = {name: results[name].view(()) for name in results if not self._moves[name].plan.shape}
         return {**results, **scalars}, report
 
-    def _allocate(self, tensors: Mapping[str, Tensor], device: torch.device) -> tuple[dict[str, Tensor], list[str]]:
-        """The results, and the names of those that are not the source tensors themselves."""
+    def _allocate(self, tensors: Mapping[str, Tensor], device: torch.device) -> tuple[dict[str, Tensor], list[_Want]]:
+        """The results, and which of them are not the source tensors themselves."""
         results: dict[str, Tensor] = {}
-        fresh: list[str] = []
-        for name, move in self._moves.items():
-            need, source = move.plan.needed(self._rank), tensors.get(name)
-            if not need:
-                continue
-            same = source is not None and source.dtype == move.dtype and need == move.plan.held(self._rank)
-            if move.may_alias and same and source is not None:
-                results[name] = source
-            else:
-                results[name] = torch.empty(local_shape(need), dtype=move.dtype, device=device)
-                fresh.append(name)
+        fresh: list[_Want] = []
+        for want in self._wants:
+            source = tensors.get(want.name)
+            if want.in_place and source is not None and source.dtype == want.dtype:
+                results[want.name] = source
+            elif want.shape is not None:
+                results[want.name] = torch.empty(want.shape, dtype=want.dtype, device=device)
+                fresh.append(want)
         return results, fresh
-
-    def _copy_own(self, names: Sequence[str], tensors: Mapping[str, Tensor], results: Mapping[str, Tensor]) -> None:
-        """Copy, and cast, what this rank holds itself of what it wants."""
-        for name in names:
-            for source, target in self._own[name]:
-                results[name][target].copy_(tensors[name][source])
 
     def _exchange(self, bucket: _Bucket, tensors: Mapping[str, Tensor], slot: _Slot) -> None:
         """Pack what others want and start the exchange."""
         send, receive = slot.divide(bucket)
-        parts = send.split([part.elements for part in bucket.sends])
-        for part, room in zip(bucket.sends, parts, strict=True):
-            source = tensors[part.name][part.slices]
-            room.view(source.shape).copy_(source)
+        sources = [tensors[part.name][part.slices] for part in bucket.sends]
+        _copy(_rooms(send, bucket.sends), sources)
         width = bucket.dtype.itemsize  # as bytes: not every backend knows every dtype
         slot.work = dist.all_to_all_single(
             receive.view(torch.uint8),
@@ -185,17 +214,16 @@ class Resharder:
         )
 
     def _report(
-        self, started: float, results: Mapping[str, Tensor], fresh: Sequence[str], buffers: int
+        self, started: float, results: Mapping[str, Tensor], fresh: Sequence[_Want], buffers: int
     ) -> ReshardReport:
         if results and next(iter(results.values())).is_cuda:
             torch.cuda.current_stream().synchronize()
-        received = sum(move.plan.received(self._rank) * move.dtype.itemsize for move in self._moves.values())
-        made = sum(results[name].nbytes for name in fresh)
+        made = sum(results[want.name].nbytes for want in fresh)
         everything = sum(result.nbytes for result in results.values())
         return ReshardReport(
             seconds=time.perf_counter() - started,
-            received_bytes=received,
-            copied_bytes=made - received,
+            received_bytes=self._received,
+            copied_bytes=made - self._received,
             aliased_bytes=everything - made,
             buffer_bytes=buffers,
         )
@@ -268,10 +296,20 @@ def _wait(slot: _Slot) -> None:
 
 
 def _unpack(bucket: _Bucket, slot: _Slot, results: Mapping[str, Tensor]) -> None:
-    parts = slot.divide(bucket)[1].split([part.elements for part in bucket.receives])
-    for part, room in zip(bucket.receives, parts, strict=True):
-        target = results[part.name][part.slices]
-        target.copy_(room.view(target.shape))
+    targets = [results[part.name][part.slices] for part in bucket.receives]
+    _copy(targets, _rooms(slot.divide(bucket)[1], bucket.receives))
+
+
+def _rooms(buffer: Tensor, parts: Sequence[_Part]) -> list[Tensor]:
+    """A buffer as one tensor for each part, in its shape."""
+    flat = buffer.split([part.elements for part in parts])
+    return [room.view(part.shape) for part, room in zip(parts, flat, strict=True)]
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy many tensors, casting them: one call, since the calls would take longer than the copies."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 def _fill_buckets(moves: Mapping[str, Move], limit: int) -> Iterator[list[_Piece]]:
@@ -322,26 +360,9 @@ def _parts(piece: _Piece, transfer: Transfer, local: Region) -> Iterator[_Part]:
     """
     region = split(transfer.region, piece.count, piece.index)
     for slices in _rectangles(region, local) if region else ():
-        yield _Part(piece.name, slices, _elements(slices))
-
-
-def _own_parts(plan: TensorPlan, rank: int) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """What a rank copies to itself: rectangles of its source tensor and of its target tensor."""
-    own = [transfer.region for transfer in plan.receives(rank) if transfer.source == rank]
-    return [
-        pair
-        for region in own
-        for pair in zip(_rectangles(region, plan.held(rank)), _rectangles(region, plan.needed(rank)), strict=True)
-    ]
+        yield _Part(piece.name, slices)
 
 
 def _rectangles(region: Region, local: Region) -> list[tuple[slice, ...]]:
     dims = [[slice(*interval) for interval in intervals] for intervals in local_slices(region, local)]
     return list(itertools.product(*dims))
-
-
-def _elements(slices: Sequence[slice]) -> int:
-    count = 1
-    for part in slices:
-        count *= part.stop - part.start
-    return count

@@ -93,6 +93,28 @@ def join_rollouts(
     )
 
 
+def no_rollouts(prompts: PromptBatch, temperature: float) -> RolloutBatch:
+    """A rollout batch without rows, for ranks that have no part of the actor.
+
+    Args:
+        prompts: A prompt batch; its rows are left out.
+        temperature: The temperature that the other ranks sample at.
+    """
+    none = prompts.lengths.new_zeros(0)
+    return RolloutBatch(
+        input_ids=none.new_zeros((0, 1)),
+        prompt_lengths=none,
+        response_lengths=none,
+        rollout_logprobs=torch.zeros((0, 1), device=none.device),
+        group_ids=none,
+        truncated=none.bool(),
+        prompt_texts=[],
+        response_texts=[],
+        fields=[],
+        temperature=temperature,
+    )
+
+
 def demonstrations(prompts: PromptBatch, field: str, tokenizer: PreTrainedTokenizerBase) -> RolloutBatch:
     """Take the responses from a field of the data, on the CPU; the tokenizer's end token is added to each.
 

@@ -3,6 +3,9 @@
 Layout of a directory: ``*.distcp`` files with tensors and their ``.metadata`` (torch's distributed checkpoint), and
 ``state.pt`` with everything that is no tensor of a role. It is written under a temporary name and renamed last, so
 that a directory with the final name is whole.
+
+A role may lie on some of the ranks only. On the others its module is on torch's meta device: there it has names and
+shapes, but neither gives nor takes a tensor.
 """
 
 from __future__ import annotations
@@ -81,8 +84,10 @@ def save(path: Path, state: Mapping[str, Any], role_of: Callable[[Optimizer], st
     """
     temporary = path.with_name(path.name + ".incomplete")
     tensors, plain = _split(state, role_of)
+    plain["scalars"] = join_over_ranks(plain["scalars"])
+    plain["tensor_names"] = list(plain["scalars"])
     _on_first_rank(lambda: _make_anew(temporary))
-    if tensors:
+    if tensors or dist.is_initialized():
         with _single_process_is_fine():
             dcp.save(tensors, checkpoint_id=str(temporary), no_dist=not dist.is_initialized())
     _on_first_rank(lambda: _publish(plain, temporary, path))
@@ -108,18 +113,16 @@ def load(path: Path, state: dict[str, Any], role_of: Callable[[Optimizer], str],
         raise FileNotFoundError(f"No whole checkpoint at {path}: {_STATE_FILE} is missing there.")
     plain = torch.load(path / _STATE_FILE, map_location="cpu", weights_only=True)
     saved_names = set(plain["tensor_names"]) | set(plain["values"])
-    missing = [name for name in state if name not in saved_names]
-    if missing and strict:
-        raise CheckpointMismatchError(
-            f"The checkpoint at {path} holds {sorted(saved_names)} but not {missing}. Remove these from the state, or "
-            f"load "
-            "with strict=False."
-        )
     wanted = {name: item for name, item in state.items() if name in saved_names}
     targets, _ = _split(wanted, role_of)
-    if targets:
-        reader = _Reader(str(path))
-        _check_shapes(path, reader.read_metadata(), targets)
+    reader = _Reader(str(path))
+    holds_tensors = (path / ".metadata").is_file()
+    with _on_every_rank():
+        if strict:
+            _check_names(path, saved_names, state)
+        if holds_tensors:
+            _check_shapes(path, reader.read_metadata(), targets)
+    if holds_tensors:  # all ranks read it together, also those that take nothing
         with _single_process_is_fine():
             dcp.load(targets, storage_reader=reader, no_dist=not dist.is_initialized())
     _put_back(wanted, targets, plain, role_of)
@@ -137,31 +140,43 @@ def _split(state: Mapping[str, Any], role_of: Callable[[Optimizer], str]) -> tup
     """Divide a state into tensors of roles, for the distributed checkpoint, and everything else."""
     modules = {str(module.role): module for module in state.values() if isinstance(module, nn.Module)}
     tensors: dict[str, _Tensors] = {}
-    plain: dict[str, Any] = {"tensor_names": [], "values": {}, "scalars": {}}
+    plain: dict[str, Any] = {"values": {}, "scalars": {}}
     for name, item in state.items():
-        if isinstance(item, nn.Module):
-            reshard(item)
-            entries: Mapping[str, Any] = get_model_state_dict(item)
-        elif hasattr(item, "tensors"):
-            entries = item.tensors()
-        elif isinstance(item, Optimizer):
-            module = modules.get(role_of(item))
-            if module is None:
-                raise ValueError(
-                    f"Checkpoint state {name!r} is the optimizer of role {role_of(item)!r}, whose module is not in "
-                    f"the state; "
-                    "add it, for its parameters' names."
-                )
-            entries = cast(Mapping[str, Any], get_optimizer_state_dict(module, item, options=_OPTIONS))
-        else:
+        entries = _entries(name, item, modules, role_of)
+        if entries is None:
             plain["values"][name] = item.state_dict() if hasattr(item, "state_dict") else item
-            continue
-        plain["tensor_names"].append(name)
-        found = {key: value for key, value in entries.items() if isinstance(value, Tensor)}
-        plain["scalars"][name] = {key: value for key, value in entries.items() if not isinstance(value, Tensor)}
-        if found:
-            tensors[name] = found
+        elif not any(isinstance(value, Tensor) and value.is_meta for value in entries.values()):
+            found = {key: value for key, value in entries.items() if isinstance(value, Tensor)}
+            plain["scalars"][name] = {key: value for key, value in entries.items() if not isinstance(value, Tensor)}
+            if found:
+                tensors[name] = found
     return tensors, plain
+
+
+def _entries(
+    name: str, item: Any, modules: Mapping[str, nn.Module], role_of: Callable[[Optimizer], str]
+) -> Mapping[str, Any] | None:
+    """The tensors and scalars of a part of a role, on the meta device where others hold it; None for all else."""
+    if isinstance(item, nn.Module):
+        reshard(item)
+        return get_model_state_dict(item)
+    if hasattr(item, "tensors"):
+        return item.tensors()  # type: ignore[no-any-return]
+    if not isinstance(item, Optimizer):
+        return None
+    module = modules.get(role_of(item))
+    if module is None:
+        raise ValueError(
+            f"Checkpoint state {name!r} is the optimizer of role {role_of(item)!r}, whose module is not in the state; "
+            "add it, for its parameters' names."
+        )
+    if _is_elsewhere(module):
+        return dict(module.named_parameters())
+    return cast(Mapping[str, Any], get_optimizer_state_dict(module, item, options=_OPTIONS))
+
+
+def _is_elsewhere(module: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in module.parameters())
 
 
 def _put_back(
@@ -171,9 +186,18 @@ def _put_back(
     for name, item in state.items():
         if isinstance(item, nn.Module) and name in tensors:
             set_model_state_dict(item, cast(dict[str, Any], tensors[name]))
-        elif isinstance(item, Optimizer):
+        elif isinstance(item, Optimizer) and not _is_elsewhere(modules[role_of(item)]):
             entries = {**tensors.get(name, {}), **plain["scalars"][name]}
             set_optimizer_state_dict(modules[role_of(item)], item, entries, options=_OPTIONS)
+
+
+def _check_names(path: Path, saved_names: set[str], state: Mapping[str, Any]) -> None:
+    missing = [name for name in state if name not in saved_names]
+    if missing:
+        raise CheckpointMismatchError(
+            f"The checkpoint at {path} holds {sorted(saved_names)} but not {missing}. Remove these from the state, or "
+            "load with strict=False."
+        )
 
 
 def _check_shapes(path: Path, metadata: Metadata, targets: dict[str, _Tensors]) -> None:
@@ -219,6 +243,45 @@ def _publish(plain: dict[str, Any], temporary: Path, path: Path) -> None:
         path.rename(previous)
     temporary.rename(path)
     shutil.rmtree(previous, ignore_errors=True)
+
+
+def join_over_ranks(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Join what the ranks hold by name (a collective call): all of rank 0's, and of the others what ranks before lack.
+
+    Args:
+        part: This rank's.
+    """
+    joined = dict(part)
+    if dist.is_initialized():
+        box = [list(part)]
+        dist.broadcast_object_list(box, src=0)
+        parts: list[dict[str, Any]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(parts, {name: value for name, value in part.items() if name not in box[0]})
+        for other in parts:
+            joined = {**other, **joined}
+    return joined
+
+
+@contextmanager
+def _on_every_rank() -> Iterator[None]:
+    """Fail on all ranks where a check fails on one: a rank may hold a role that the others do not.
+
+    Raises:
+        CheckpointMismatchError: A check failed; the error itself where it did, its text elsewhere.
+    """
+    problem: CheckpointMismatchError | None = None
+    try:
+        yield
+    except CheckpointMismatchError as error:
+        problem = error
+    if dist.is_initialized():
+        texts: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(texts, None if problem is None else str(problem))
+        rank, text = next(((rank, text) for rank, text in enumerate(texts) if text is not None), (0, None))
+        if problem is None and text is not None:
+            problem = CheckpointMismatchError(f"on rank {rank}: {text}")
+    if problem is not None:
+        raise problem
 
 
 def _on_first_rank(action: Callable[[], None]) -> None:

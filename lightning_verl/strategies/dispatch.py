@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from lightning_verl.data.experience import RowBatch, concat_rows
-from lightning_verl.data.sharding import split
 from lightning_verl.models.compat import all_gather_flat
 from lightning_verl.strategies.diagnosis import is_collective_failure
 from lightning_verl.strategies.hybrid import HybridStrategy
 from lightning_verl.strategies.layout import RoleLayout
+from lightning_verl.strategies.rows import Placement, incoming, outgoing, place_rows
 
 T = TypeVar("T")
 TBatch = TypeVar("TBatch", bound=RowBatch)
@@ -29,56 +31,135 @@ class AgreedError(RuntimeError):
     """An error that every rank raises together, so that all of them may still act in common (save, say)."""
 
 
-class RowExchange:
-    """Takes rows from the data ranks of one role to those of another.
+Receipt = tuple[Placement, Placement] | None
+"""What ``RowExchange.back`` needs of ``there``: where the rows were and where they went; None if nothing moved."""
 
-    The rows of all source ranks, in their order, are cut evenly over the target's data ranks. Where both roles lie on
-    the same data ranks nothing moves.
+
+class RowExchange:
+    """Takes rows from the data ranks of one role to those of another, and results back.
+
+    Rows are spread evenly by tokens (``rows.place_rows``). A rank gets the rows that it needs and no others; one that
+    holds a row already takes it from itself. Where both roles lie on the same data ranks nothing moves. The ranks of
+    the two roles take part; the others only pass by. A role on ranks of its own has a process group for its exchanges
+    alone, so that those of other roles do not wait for it.
+
+    Every rank of the world makes the same calls in the same order.
 
     Args:
         strategy: Knows the layouts.
+        pairs: Pairs of source and target whose groups are made now, and not in the midst of a step (a collective call).
     """
 
-    def __init__(self, strategy: HybridStrategy) -> None:
+    def __init__(self, strategy: HybridStrategy, pairs: Sequence[tuple[str, str]] = ()) -> None:
         self._strategy = strategy
+        self._groups: dict[tuple[str | None, tuple[int, ...]], dist.ProcessGroup | None] = {}
+        for source, target in pairs:
+            self._group(source, target)
 
-    def there(self, rows: TBatch, source: str, target: str) -> tuple[TBatch, list[int]]:
-        """Move rows to the target's data ranks (a collective call unless nothing moves).
+    def there(self, rows: TBatch, source: str, target: str) -> tuple[TBatch, Receipt]:
+        """Move rows to the target's data ranks (a collective call of both roles unless nothing moves).
 
         Args:
-            rows: This rank's rows in the source's layout.
+            rows: This rank's rows in the source's layout, with ``lengths``; none on ranks without the source.
             source: The role whose layout they lie in.
             target: The role that wants them.
 
         Returns:
-            This rank's rows in the target's layout, and how many each source rank had (for ``back``).
+            This rank's rows in the target's layout (none on ranks without it), in the order of the source's ranks, and
+            what ``back`` needs.
         """
-        if self._same(source, target):
-            return rows, []
-        parts = self._gather(rows, self._strategy.layout(source))
-        counts = [len(part) for part in parts]
-        wanted = split(sum(counts), self._strategy.layout(target).data_size, self._strategy.data_rank(target))
-        return concat_rows(parts).select(list(wanted)).to(self._strategy.root_device), counts
+        group = self._group(source, target)
+        if group is None:
+            here = self._same(source, target)
+            return rows if here else rows.select([]), None
+        held, wanted = self._strategy.layout(source), self._strategy.layout(target)
+        receipt = place_rows(self._lengths(rows, held, group), held, wanted)
+        return self._move(rows, *receipt, group), receipt
 
-    def back(self, rows: TBatch, counts: Sequence[int], source: str, target: str) -> TBatch:
-        """Bring results, one for each row that ``there`` gave, back to where the rows came from."""
-        if self._same(source, target):
-            return rows
-        whole = concat_rows(self._gather(rows, self._strategy.layout(target)))
-        own = self._strategy.data_rank(source)
-        start = sum(counts[:own])
-        return whole.select(list(range(start, start + counts[own]))).to(self._strategy.root_device)
+    def back(self, rows: TBatch, receipt: Receipt, source: str, target: str) -> TBatch:
+        """Bring results of the rows that ``there`` gave back to where the rows came from (collective like ``there``).
+
+        Args:
+            rows: One result for every row, in the rows' order.
+            receipt: What ``there`` gave.
+            source: The role that the rows came from.
+            target: The role that worked on them.
+
+        Returns:
+            The results of this rank's own rows, in their order; none on ranks without the source.
+        """
+        group = self._group(source, target)
+        if group is None or receipt is None:
+            return rows if self._same(source, target) else rows.select([])
+        held, wanted = receipt
+        return self._move(rows, wanted, held, group)
 
     def _same(self, source: str, target: str) -> bool:
         a, b = self._strategy.layout(source), self._strategy.layout(target)
         return (a.ranks, a.data_size, a.tensor) == (b.ranks, b.data_size, b.tensor)
 
-    def _gather(self, rows: TBatch, layout: RoleLayout) -> list[TBatch]:
-        """The rows of every data rank of a layout, on every rank."""
-        gathered: list[TBatch | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, rows.to("cpu"))
-        speakers = [line[0] for line in layout.lines("tensor")]
-        return [part for rank in speakers if (part := gathered[rank]) is not None]
+    def _group(self, source: str, target: str) -> dist.ProcessGroup | None:
+        """The ranks of two roles; None where nothing moves and on ranks of neither. Made on first use, by all ranks."""
+        if self._same(source, target):
+            return None
+        a, b = self._strategy.layout(source), self._strategy.layout(target)
+        ranks, apart = tuple(sorted({*a.ranks, *b.ranks})), a.apart_from(b)
+        if not apart and len(ranks) == self._strategy.world_size:
+            return dist.group.WORLD
+        key = (target if apart else None, ranks)
+        if key not in self._groups:
+            self._groups[key] = self._strategy.create_group(ranks, f"rows:{source}-{target}")
+        return self._groups[key]
+
+    def _lengths(self, rows: RowBatch, layout: RoleLayout, group: dist.ProcessGroup) -> list[list[int]]:
+        """The tokens of each row on every data rank of a layout."""
+        own: list[int] = rows.lengths.tolist() if layout.holds(self._strategy.global_rank) else []  # type: ignore[attr-defined]
+        counts = gather_counts([len(own)], group)[:, 0].tolist()
+        padded = gather_counts([*own, *[0] * (max(counts) - len(own))], group).tolist()
+        of_rank = {
+            rank: padded[place][: counts[place]] for place, rank in enumerate(dist.get_process_group_ranks(group))
+        }
+        return [of_rank[rank] for rank in layout.ranks[:: layout.tensor]]
+
+    def _move(self, rows: TBatch, held: Placement, wanted: Placement, group: dist.ProcessGroup) -> TBatch:
+        """Exchange rows between ranks; each gets its rows in the order in which it wants them."""
+        rank, device = self._strategy.global_rank, self._strategy.root_device
+        sent = {receiver: rows.select(places) for receiver, places in outgoing(held, wanted, rank).items()}
+        own = sent.pop(rank, None)
+        taken = incoming(held, wanted, rank)
+        parts: dict[int, TBatch] = exchange_objects({peer: part.to("cpu") for peer, part in sent.items()}, group)
+        if own is not None:
+            parts[rank] = own
+        if not taken:
+            return rows.select([])
+        whole = concat_rows([parts[sender].to(device) for sender in taken])
+        place = {row: number for number, row in enumerate(itertools.chain.from_iterable(taken.values()))}
+        return whole.select([place[row] for row in wanted.rows(rank)])
+
+
+def exchange_objects(outgoing: Mapping[int, Any], group: dist.ProcessGroup) -> dict[int, Any]:
+    """Give each rank of a group an object of its own (a collective call): bytes go from sender to receiver only.
+
+    Args:
+        outgoing: What to send, by world rank; picklable.
+        group: The group.
+
+    Returns:
+        What arrived, by world rank.
+    """
+    on_cuda = dist.get_backend(group) == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    ranks = dist.get_process_group_ranks(group)
+    texts = [pickle.dumps(outgoing[rank]) if rank in outgoing else b"" for rank in ranks]
+    sizes = torch.tensor([len(text) for text in texts], device=device)
+    coming = torch.empty_like(sizes)
+    dist.all_to_all_single(coming, sizes, group=group)
+    content = torch.from_numpy(np.frombuffer(bytearray(b"".join(texts)), dtype=np.uint8)).to(device)
+    arrived = content.new_empty(int(coming.sum()))
+    dist.all_to_all_single(arrived, content, coming.tolist(), sizes.tolist(), group=group)
+    parts = arrived.cpu().split(coming.tolist())
+    # pickle runs what it is told to: these bytes are those of our own ranks, as in torch's object collectives.
+    return {rank: pickle.loads(part.numpy()) for rank, part in zip(ranks, parts, strict=True) if len(part)}  # noqa: S301
 
 
 def share_from_first_tensor_rank(result: T | None, strategy: HybridStrategy, role: str) -> T:
@@ -87,7 +168,7 @@ def share_from_first_tensor_rank(result: T | None, strategy: HybridStrategy, rol
     Args:
         result: What was computed; only the first rank's matters.
         strategy: Knows the layouts.
-        role: The role whose tensor axis is meant.
+        role: The role whose tensor axis is meant; this rank has a part of it.
     """
     group = strategy.group(role, "tensor")
     box = [result]

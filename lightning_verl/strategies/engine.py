@@ -7,9 +7,9 @@ there is no second copy that could drift. What a rank already holds does not mov
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -27,47 +27,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from lightning_verl.strategies.hybrid import HybridStrategy
-
-
-class LentEngine:
-    """A rollout engine while its weights are in place. It refuses to generate with others, or once it was taken back.
-
-    Everything else is the engine's own.
-
-    Args:
-        engine: Any ``RolloutEngine``.
-        version: Tells the version of the trained weights now.
-    """
-
-    def __init__(self, engine: Any, version: Callable[[], int]) -> None:
-        self._engine, self._version, self._lent = engine, version, True
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """What ``RolloutEngine.generate`` does.
-
-        Raises:
-            RuntimeError: The rollout is over, or the weights were trained since it began.
-        """
-        name = type(self._engine).__name__
-        if not self._lent:
-            raise RuntimeError(
-                f"{name}.generate was called after its rollout: the weights are gone. Call it inside "
-                "`with strategy.rollout(actor) as engine`."
-            )
-        held, trained = self._engine.weight_version, self._version()
-        if held != trained:
-            raise RuntimeError(
-                f"{name}.generate holds version {held} of the weights, but the actor is at version {trained}: it was "
-                "trained during the rollout. Leave the context before the update and enter it again."
-            )
-        return self._engine.generate(*args, **kwargs)
-
-    def take_back(self) -> None:
-        """End the loan."""
-        self._lent = False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
 
 
 class HybridEngine:

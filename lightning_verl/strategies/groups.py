@@ -81,17 +81,22 @@ class GroupRegistry:
         self._timeout = timeout
         self._backend = backend
         self._shared: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-        self._own: dict[tuple[str, str], dist.ProcessGroup] = {}
+        self._own: dict[tuple[str, str], dist.ProcessGroup | None] = {}
 
-    def put(self, layout: RoleLayout, operation: str, group: dist.ProcessGroup) -> None:
+    def put(self, layout: RoleLayout, operation: str, group: dist.ProcessGroup | None) -> None:
         """Use ``group`` for one operation of a role, from the role's set-up on.
+
+        Ranks without the role must call it too, so that all know that there is a group; theirs is not looked at.
 
         Raises:
             ValueError: The operation is unknown, or the group's ranks are not this rank's line of the role's grid.
         """
         check_names("HybridStrategy.set_group", [operation], OPERATIONS, "operation")
-        ranks = dist.get_process_group_ranks(group)
         wanted = _own_line(layout, OPERATIONS[operation])
+        if wanted is None:
+            self._own[layout.role, operation] = None
+            return
+        ranks = None if group is None else dist.get_process_group_ranks(group)
         if ranks != wanted:
             raise ValueError(
                 f"HybridStrategy.set_group: the group for {layout.role!r} / {operation!r} has ranks {ranks}, but this "
@@ -104,26 +109,28 @@ class GroupRegistry:
         """Whether a group was put in place for an operation of a role."""
         return (role, operation) in self._own
 
-    def get(self, layout: RoleLayout, operation: str) -> dist.ProcessGroup:
-        """The group of one operation of a role; created with all its sister lines on first use (a collective call)."""
-        own = self._own.get((layout.role, operation))
-        if own is not None:
-            return own
+    def create(self, ranks: Sequence[int], description: str) -> dist.ProcessGroup | None:
+        """Create a group with the strategy's backend and time-out (a collective call of the world)."""
+        return NCCLGroupManager.create_group(ranks, self._backend, self._timeout, description=description)
+
+    def get(self, layout: RoleLayout, operation: str) -> dist.ProcessGroup | None:
+        """The group of one operation of a role, None on a rank without it.
+
+        Created with all its sister lines on first use (a collective call, of the ranks without the role too).
+        """
+        if (layout.role, operation) in self._own:
+            return self._own[layout.role, operation]
         axis = OPERATIONS[operation]
         for line in _lines(layout, axis):
             if tuple(line) not in self._shared:
-                self._shared[tuple(line)] = NCCLGroupManager.create_group(
-                    line, self._backend, self._timeout, description=f"shared:{line}"
-                )
-        group = self._shared[tuple(_own_line(layout, axis))]
-        if group is None:
-            raise RuntimeError(f"rank {dist.get_rank()} is not in the {axis} axis of role {layout.role!r}")
-        return group
+                self._shared[tuple(line)] = self.create(line, f"shared:{line}")
+        own = _own_line(layout, axis)
+        return None if own is None else self._shared[tuple(own)]
 
 
-def _own_line(layout: RoleLayout, axis: str) -> list[int]:
+def _own_line(layout: RoleLayout, axis: str) -> list[int] | None:
     rank = dist.get_rank()
-    return next(line for line in _lines(layout, axis) if rank in line)
+    return next((line for line in _lines(layout, axis) if rank in line), None)
 
 
 def _lines(layout: RoleLayout, axis: str) -> list[list[int]]:

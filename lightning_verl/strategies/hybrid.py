@@ -21,17 +21,17 @@ from typing_extensions import override
 
 from lightning_verl.models.compat import check_versions
 from lightning_verl.parallel.checkpointing import ActivationCheckpointing, apply_activation_checkpointing
-from lightning_verl.parallel.fsdp import apply_fsdp, gathered, no_gradient_sync, reshard
+from lightning_verl.parallel.fsdp import apply_fsdp, no_gradient_sync, reshard
 from lightning_verl.parallel.tensor import apply_tensor_parallel, models_to_cut
 from lightning_verl.resharding.executor import BUCKET_BYTES, ReshardReport
 from lightning_verl.strategies import checkpoint
 from lightning_verl.strategies.clipping import clip_by_true_norm
-from lightning_verl.strategies.engine import HybridEngine, LentEngine
-from lightning_verl.strategies.groups import DEFAULT_TIMEOUT, GroupRegistry
+from lightning_verl.strategies.groups import DEFAULT_TIMEOUT, GroupRegistry, operations_of
 from lightning_verl.strategies.layout import ROLES, RoleLayout, check_config, check_names, is_trainable, resolve_layouts
 from lightning_verl.strategies.mesh import DeviceMesh
-from lightning_verl.strategies.offload import OffloadReport, StateOffload
+from lightning_verl.strategies.offload import OffloadReport
 from lightning_verl.strategies.precision import HybridPrecision
+from lightning_verl.strategies.rollouts import Rollouts
 from lightning_verl.strategies.watchdog import NCCLMonitor, PhaseBoard
 
 
@@ -51,7 +51,8 @@ class HybridStrategy(ModelParallelStrategy):
     Args:
         mesh_shape: Ranks of the axes (data, tensor, pipeline, expert), or a ``DeviceMesh``. None: data = world.
         parallelism_config: Sizes of single roles, such as ``{"actor": {"dp": 2, "tp": 2}}``; keys ``dp`` (shards),
-            ``tp``, ``replicate`` (fill the mesh with copies). A role that is left out takes the mesh's numbers.
+            ``tp``, ``replicate`` (fill the mesh with copies), ``ranks`` (world ranks outside of the mesh that are the
+            role's own; not for the actor). A role that is left out takes the mesh's numbers.
         hybrid_engine_config: ``rollout_tp``, the ranks that cut the actor while it generates (None: the actor's
             ``tp``); ``update_dp``, which must agree with the actor's entry; ``offload_to_cpu``, to keep optimizer
             states and gradients in host memory during rollouts.
@@ -101,9 +102,7 @@ class HybridStrategy(ModelParallelStrategy):
         self._groups = GroupRegistry(timeout, process_group_backend)
         self._meshes: dict[str, TorchDeviceMesh] = {}
         self._roles: dict[str, nn.Module] = {}
-        self._hybrid_engine: HybridEngine | None = None
-        self._optimizers: list[Optimizer] = []
-        self._offload: StateOffload | None = None
+        self._rollouts = Rollouts(self, offload=bool(self._engine_config.get("offload_to_cpu")))
         self._role_of_parameter: dict[int, str] = {}
         self._versions: dict[str, int] = {}
         self._backward_sync_control = _SyncControl()
@@ -156,10 +155,7 @@ class HybridStrategy(ModelParallelStrategy):
     def device_mesh(self) -> TorchDeviceMesh:
         """The actor's mesh of (replicate, shard, tensor) ranks. RuntimeError without a process group."""
         if not dist.is_initialized():
-            raise RuntimeError(
-                "HybridStrategy.device_mesh exists after fabric.launch() in a world of processes; one CPU process has "
-                "none."
-            )
+            raise RuntimeError("HybridStrategy.device_mesh exists after fabric.launch(); one CPU process has none.")
         return self.role_mesh("actor")
 
     # Fabric sets and reads the precision through this property, so it is where ours takes the place of its own.
@@ -204,11 +200,11 @@ class HybridStrategy(ModelParallelStrategy):
         return self.layout(role).tensor_rank(self.global_rank)
 
     def group(self, role: str, operation: str) -> dist.ProcessGroup | None:
-        """The process group of a role's operation (see ``groups.OPERATIONS``), None without a process group."""
+        """The group of a role's operation (see ``groups.OPERATIONS``); None without groups, and without the role."""
         return self._groups.get(self.layout(role), operation) if dist.is_initialized() else None
 
-    def set_group(self, role: str, operation: str, group: dist.ProcessGroup) -> None:
-        """Put a group in place for a role's operation, before the role is set up.
+    def set_group(self, role: str, operation: str, group: dist.ProcessGroup | None) -> None:
+        """Put a group in place for a role's operation, before the role is set up; ranks without the role give None.
 
         Raises:
             RuntimeError: The role is set up already.
@@ -221,6 +217,10 @@ class HybridStrategy(ModelParallelStrategy):
     def has_group(self, role: str, operation: str) -> bool:
         """Whether a group was put in place for a role's operation."""
         return self._groups.has(role, operation)
+
+    def create_group(self, ranks: Sequence[int], description: str) -> dist.ProcessGroup | None:
+        """Create one more group with the strategy's backend and time-out, None outside (a collective call of all)."""
+        return self._groups.create(ranks, description)
 
     def phase(self, role: str, name: str) -> AbstractContextManager[None]:
         """A context for what a role does together; where a collective in it fails, the error names the missing ranks.
@@ -239,7 +239,9 @@ class HybridStrategy(ModelParallelStrategy):
         """
         if role not in self._meshes:
             layout = self.layout(role)
-            groups = [self._groups.get(layout, operation) for operation in ("replicate", "gather", "tensor")]
+            layout.data_rank(self.global_rank)  # an error where the rank has no part of the role
+            operations = ("replicate", "gather", "tensor")
+            groups = [group for name in operations if (group := self._groups.get(layout, name)) is not None]
             grid = torch.tensor(layout.ranks).view(layout.replicas, layout.shards, layout.tensor)
             names = tuple(f"{role}_{axis}" for axis in ("replicate", "shard", "tensor"))
             self._meshes[role] = TorchDeviceMesh.from_group(
@@ -281,7 +283,14 @@ class HybridStrategy(ModelParallelStrategy):
         role = self.role_of(module)
         if not is_trainable(module, role):
             module.requires_grad_(False)
-        if next(module.parameters(), None) is not None:
+        if dist.is_initialized():
+            for operation in operations_of(role):  # now, while all ranks are here
+                self.group(role, operation)
+            if role == "actor":
+                self.group("rollout", "tensor")
+        if not self.layout(role).holds(self.global_rank):
+            module.to("meta")  # known here by name and shape, without memory
+        elif next(module.parameters(), None) is not None:
             with self.phase(role, "set-up"):
                 self._parallelize(module, role)
         self._roles[role] = module
@@ -294,37 +303,30 @@ class HybridStrategy(ModelParallelStrategy):
         models = models_to_cut(module, layout.tensor)
         self.hybrid_precision.convert_module(module)
         module.to(self.root_device)
-        engine = self._make_engine(module, role)
+        if role == "actor" and self.enable_3d_hybrid:
+            self._rollouts.prepare(module)
         mode = getattr(module, "activation_checkpointing", None)
         if not dist.is_initialized():
             apply_activation_checkpointing(module, mode or self.activation_checkpointing)
             return
-        mesh = self.role_mesh(role)
-        self._copy_from_first_rank(module, layout)
+        mesh, reduce = self.role_mesh(role), self._groups.get(layout, "reduce")
+        self._copy_from_first_rank(module, role)
         for model in models:
             apply_tensor_parallel(model, mesh[f"{role}_tensor"])
         apply_activation_checkpointing(module, mode or self.activation_checkpointing)
-        if layout.data_size > 1 or self.hybrid_precision.needs_policy or self.root_device.type == "cuda":
+        cut = layout.data_size > 1 or self.hybrid_precision.needs_policy or self.root_device.type == "cuda"
+        if cut and reduce is not None:
             axes = (f"{role}_replicate", f"{role}_shard") if layout.replicas > 1 else (f"{role}_shard",)
-            dims = engine.aligned_dims() if engine else {}
-            policy, reduce = self.hybrid_precision.policy(), self._groups.get(layout, "reduce")
-            apply_fsdp(module, mesh[axes], policy, reduce, dims)
+            dims = self._rollouts.aligned_dims() if role == "actor" else {}
+            apply_fsdp(module, mesh[axes], self.hybrid_precision.policy(), reduce, dims)
 
-    def _make_engine(self, module: Any, role: str) -> HybridEngine | None:
-        """The hybrid engine of an actor that can generate with another module than its own, from before it is cut."""
-        if role != "actor" or not self.enable_3d_hybrid or not hasattr(module, "generate_with"):
-            return None
-        self._hybrid_engine = HybridEngine(self, module.model, self.reshard_bucket_bytes)
-        module.generate_with(self._hybrid_engine.module)
-        return self._hybrid_engine
-
-    def _copy_from_first_rank(self, module: nn.Module, layout: RoleLayout) -> None:
-        """Make every rank start from the same weights, also where they were drawn at random on each."""
-        if len(layout.ranks) == 1:
-            return
-        with torch.no_grad():
-            for tensor in [*module.parameters(), *module.buffers()]:
-                dist.broadcast(tensor.data, src=layout.ranks[0])
+    def _copy_from_first_rank(self, module: nn.Module, role: str) -> None:
+        """Make every rank of the role start from the same weights, also where they were drawn at random on each."""
+        for operation in ("scores", "tensor"):  # along the data axis, then along the tensor axis
+            group = self.group(role, operation)
+            if group is not None and group.size() > 1:
+                for tensor in [*module.parameters(), *module.buffers()]:
+                    dist.broadcast(tensor.detach(), group=group, group_src=0)
 
     @override
     def setup_module_and_optimizers(
@@ -342,7 +344,7 @@ class HybridStrategy(ModelParallelStrategy):
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         self.role_of_optimizer(optimizer)
-        self._optimizers.append(optimizer)
+        self._rollouts.add_optimizer(optimizer)
         return optimizer
 
     def role_of_optimizer(self, optimizer: Optimizer) -> str:
@@ -356,11 +358,9 @@ class HybridStrategy(ModelParallelStrategy):
         role = roles.pop() if len(roles) == 1 else None
         if role is None:
             raise ValueError(
-                f"HybridStrategy: an optimizer takes the parameters of one role that is set up, got those of "
-                f"{roles or None} "
-                "(None: a module not set up, or parameters taken before sharding). Set the role up first, or both "
-                "together "
-                "with fabric.setup(module, optimizer)."
+                "HybridStrategy: an optimizer takes the parameters of one role that is set up, got those of "
+                f"{roles or None} (None: a module not set up, or parameters taken before sharding). Set the role up "
+                "first, or both together with fabric.setup(module, optimizer)."
             )
         return role
 
@@ -369,7 +369,7 @@ class HybridStrategy(ModelParallelStrategy):
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         role = self.role_of_optimizer(optimizer)
-        self._wait_for_states()
+        self._rollouts.wait_for_states()
         result = super().optimizer_step(optimizer, **kwargs)
         self._versions[role] += 1
         return result
@@ -392,54 +392,23 @@ class HybridStrategy(ModelParallelStrategy):
         """How many optimizer steps a role has taken since set-up (or since what a checkpoint said)."""
         return self._versions.get(role, 0)
 
-    @contextmanager
-    def rollout(self, actor: nn.Module) -> Iterator[Any]:
-        """Hold the actor in its rollout layout and yield its engine, which may generate inside only (a collective
-        call).
+    def rollout(self, actor: nn.Module) -> AbstractContextManager[Any]:
+        """Hold the actor in its rollout layout and lend its engine, which may generate inside only (a collective call).
 
         Args:
             actor: The actor, set up; as Fabric returned it or the module itself.
         """
-        module = getattr(actor, "module", actor)
-        role = self.role_of(module)
-        engine: Any = module.engine
-        with self._states_away(), gathered(module) if self._hybrid_engine is None else self._hybrid_engine.weights():
-            if self._offload is not None:
-                self._offload.free()
-            engine.load_weights((), self.weight_version(role))
-            lent = LentEngine(engine, lambda: self.weight_version(role))
-            try:
-                yield lent
-            finally:
-                lent.take_back()
-                engine.release()
-
-    @contextmanager
-    def _states_away(self) -> Iterator[None]:
-        """Send optimizer states and gradients to the host, if that is wanted, and bring them back at the end."""
-        if not self._engine_config.get("offload_to_cpu"):
-            yield
-            return
-        self._offload = self._offload or StateOffload(self.root_device)
-        self._offload.start(self._optimizers)
-        try:
-            yield
-        finally:
-            self._offload.bring_back()
-
-    def _wait_for_states(self) -> None:
-        if self._offload is not None:
-            self._offload.wait()
-
-    @property
-    def offload_report(self) -> OffloadReport | None:
-        """What the last trip of the optimizer states to the host cost on this rank; None without one."""
-        return None if self._offload is None else self._offload.report
+        return self._rollouts.open(getattr(actor, "module", actor))
 
     @property
     def reshard_report(self) -> ReshardReport | None:
         """What the last resharding cost on this rank; None before the first, and without the 3D hybrid engine."""
-        return None if self._hybrid_engine is None else self._hybrid_engine.report
+        return self._rollouts.reshard_report
+
+    @property
+    def offload_report(self) -> OffloadReport | None:
+        """What the last trip of the optimizer states to the host cost on this rank; None without one."""
+        return self._rollouts.offload_report
 
     @contextmanager
     def update(self, actor: nn.Module) -> Iterator[nn.Module]:
@@ -460,8 +429,9 @@ class HybridStrategy(ModelParallelStrategy):
         """Save any number of roles and optimizers to one directory; see ``strategies.checkpoint``."""
         if storage_options is not None or filter is not None:
             raise TypeError("HybridStrategy.save_checkpoint takes neither storage_options nor filter; leave them out.")
-        self._wait_for_states()
-        versions = {**self._versions}
+        self._rollouts.wait_for_states()
+        held = {role: self._versions[role] for role in self._roles if self.layout(role).holds(self.global_rank)}
+        versions = checkpoint.join_over_ranks(held)
         with self.phase("all roles", "save"):
             checkpoint.save(Path(self.broadcast(path)), {**state, "weight_versions": versions}, self.role_of_optimizer)
 
@@ -473,8 +443,7 @@ class HybridStrategy(ModelParallelStrategy):
         if not isinstance(state, dict) or not state:
             raise ValueError(
                 f"HybridStrategy.load_checkpoint got state={type(state).__name__}; pass a dictionary with the names "
-                f"used at "
-                "saving, such as {'actor': actor}."
+                "used at saving, such as {'actor': actor}."
             )
         with self.phase("all roles", "load"):
             rest = checkpoint.load(Path(self.broadcast(path)), state, self.role_of_optimizer, strict)

@@ -46,13 +46,29 @@ class RoleLayout:
         """Whether a world rank has a part of the role."""
         return rank in self.ranks
 
+    def speaks(self, rank: int) -> bool:
+        """Whether a world rank's rows count: it is the first of the tensor ranks that hold them."""
+        return self.holds(rank) and self.tensor_rank(rank) == 0
+
+    def apart_from(self, other: RoleLayout) -> bool:
+        """Whether no rank has a part of both roles."""
+        return set(self.ranks).isdisjoint(other.ranks)
+
     def data_rank(self, rank: int) -> int:
-        """The data coordinate of a world rank."""
-        return self.ranks.index(rank) // self.tensor
+        """The data coordinate of a world rank; ValueError if it has no part of the role."""
+        return self._place(rank) // self.tensor
 
     def tensor_rank(self, rank: int) -> int:
-        """The tensor coordinate of a world rank."""
-        return self.ranks.index(rank) % self.tensor
+        """The tensor coordinate of a world rank; ValueError if it has no part of the role."""
+        return self._place(rank) % self.tensor
+
+    def _place(self, rank: int) -> int:
+        if not self.holds(rank):
+            raise ValueError(
+                f"Rank {rank} has no part of the {self.role}, which lies on ranks {list(self.ranks)}; ask "
+                f"strategy.layout({self.role!r}).holds(rank) first."
+            )
+        return self.ranks.index(rank)
 
     def coordinates(self, rank: int) -> tuple[int, int, int, int]:
         """Where a world rank is: replica, shard, expert and tensor coordinate."""
@@ -142,8 +158,8 @@ def check_config(
         for key, axis in (("pp", "pipeline"), ("ep", "expert")):
             if entry.get(key, 1) > 1:
                 raise ValueError(f"{owner} got {key}={entry[key]}; {axis} > 1 is not supported yet, set it to 1.")
-        if entry.get("ranks"):
-            raise ValueError(f"{owner} got ranks={entry['ranks']}; roles on ranks of their own are not supported yet.")
+        if "ranks" in entry:
+            _check_ranks(owner, role, entry["ranks"])
     owner = "HybridStrategy(hybrid_engine_config)"
     check_names(owner, engine, _ENGINE_KEYS, "key")
     for key in ("rollout_tp", "update_dp"):
@@ -161,6 +177,22 @@ def check_config(
 def _check_size(owner: str, key: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{owner} got {key}={value!r}; it takes a whole number of at least 1.")
+
+
+def _check_ranks(owner: str, role: str, ranks: Any) -> None:
+    if role == "actor":
+        raise ValueError(
+            f"{owner} got ranks={ranks!r}, but the actor lies on the mesh, and other roles claim ranks outside of it; "
+            "leave its ranks out."
+        )
+    whole = isinstance(ranks, list | tuple) and all(type(rank) is int and rank >= 0 for rank in ranks)
+    if not (whole and ranks and len(set(ranks)) == len(ranks)):
+        raise ValueError(f"{owner} got ranks={ranks!r}; it takes a list of one or more different world ranks (>= 0).")
+    if 0 in ranks:
+        raise ValueError(
+            f"{owner} got ranks={ranks!r}, but rank 0 writes logs and the trained model, so it must hold the actor; "
+            "claim other ranks."
+        )
 
 
 def resolve_layouts(

@@ -50,9 +50,9 @@ def make_trainer(model: Any = None, world_size: int = 1, epochs: int = 1) -> Any
     flow = SimpleNamespace(
         metrics=StepMetrics(torch.device("cpu")),
         modules={"actor": SimpleNamespace(model=model or tiny_model("llama"))},
-        strategy=SimpleNamespace(tensor_rank=lambda role: 0),
+        strategy=SimpleNamespace(layout=lambda role: SimpleNamespace(speaks=lambda rank: True)),
     )
-    fabric = SimpleNamespace(world_size=world_size, device=torch.device("cpu"))
+    fabric = SimpleNamespace(world_size=world_size, global_rank=0, device=torch.device("cpu"))
     return SimpleNamespace(fabric=fabric, dataflow=flow, epochs=epochs)
 
 

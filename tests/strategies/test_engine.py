@@ -71,10 +71,10 @@ def rows() -> RolloutBatch:
 def check_view(strategy: HybridStrategy, actor: Actor, dtype: torch.dtype = torch.float32) -> None:
     """Every parameter in the rollout module is the slice of the trained one that its layout says, bit for bit."""
     reference = whole(actor)
-    view = strategy._hybrid_engine.module  # type: ignore[union-attr]
+    view = strategy._rollouts._engine.module  # type: ignore[union-attr]
     rollout = strategy.layout("rollout")
     index, parts = rollout.tensor_rank(dist.get_rank()), rollout.tensor
-    vocabulary = strategy._hybrid_engine._vocabulary.tensor_rank(dist.get_rank())  # type: ignore[union-attr]
+    vocabulary = strategy._rollouts._engine._vocabulary.tensor_rank(dist.get_rank())  # type: ignore[union-attr]
     for name, parameter in view.named_parameters():
         value = reference[name].to(dtype)
         if parts > 1 and ("embed_tokens" in name or "lm_head" in name):
@@ -125,7 +125,7 @@ def there_and_back(update: str, rollout_tps: Sequence[int]) -> dict[tuple[str, i
                 with strategy.rollout(actor) as engine:
                     check_view(strategy, actor)
                     made.append(engine.generate(PROMPTS, SAMPLING))
-                assert {p.device.type for p in strategy._hybrid_engine.module.parameters()} == {"meta"}
+                assert {p.device.type for p in strategy._rollouts._engine.module.parameters()} == {"meta"}
                 torch.testing.assert_close(whole(actor), before, rtol=0, atol=0)
                 train(fabric, actor, module, optimizer)
             found[family, rollout_tp] = made
@@ -173,7 +173,7 @@ def merged_rollouts(rollout_tp: int, mesh: tuple[int, int, int, int]) -> tuple[R
             torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(len(name)))
     fabric.setup(actor, torch.optim.SGD([p for p in actor.parameters() if p.requires_grad], lr=0.01))
     before = whole(actor)
-    view = strategy._hybrid_engine.module  # type: ignore[union-attr]
+    view = strategy._rollouts._engine.module  # type: ignore[union-attr]
     names = {name for name, _ in view.named_parameters()}
     kept: dict[str, Tensor] = {}
     for turn in range(100):
@@ -248,7 +248,7 @@ def test_an_error_in_a_rollout_frees_the_weights_too() -> None:
     before = whole(actor)
     with pytest.raises(ZeroDivisionError), strategy.rollout(actor):
         raise ZeroDivisionError
-    assert {p.device.type for p in strategy._hybrid_engine.module.parameters()} == {"meta"}  # type: ignore[union-attr]
+    assert {p.device.type for p in strategy._rollouts._engine.module.parameters()} == {"meta"}  # type: ignore[union-attr]
     torch.testing.assert_close(whole(actor), before, rtol=0, atol=0)
 
 
@@ -257,7 +257,7 @@ def bytes_in_use(precision: Any) -> list[int]:
     fabric, strategy = launched(precision, hybrid_engine_config={"rollout_tp": 2}, reshard_bucket_bytes=4096)
     actor = make_actor()
     fabric.setup_module(actor)
-    view = strategy._hybrid_engine.module  # type: ignore[union-attr]
+    view = strategy._rollouts._engine.module  # type: ignore[union-attr]
 
     def held() -> int:
         return sum(p.nbytes for p in view.parameters() if p.device.type != "meta")

@@ -101,6 +101,11 @@ def test_claimed_ranks_lie_outside_the_mesh() -> None:
     assert (layouts["reward"].holds(3), layouts["reward"].holds(0)) == (True, False)
     reward = resolve(4, (2, 1, 1, 1), {"reward": {"tp": 2, "ranks": [2, 3]}})["reward"]
     assert (reward.shards, reward.tensor, reward.ranks) == (1, 2, (2, 3))
+    assert [reward.speaks(rank) for rank in range(4)] == [False, False, True, False]
+    assert reward.apart_from(layouts["actor"]) is False  # (0, 1, 2) and (2, 3) share rank 2
+    assert layouts["reward"].apart_from(layouts["actor"])
+    with pytest.raises(ValueError, match=r"Rank 0 has no part of the reward, which lies on ranks \[2, 3\]; ask"):
+        reward.data_rank(0)
     # Without a shape the data axis takes what no role claims.
     assert resolve(4, None, {"reward": {"dp": 1, "ranks": [1]}})["actor"].ranks == (0, 2, 3)
 
@@ -170,7 +175,13 @@ def test_the_engine_agrees_with_the_actor() -> None:
         ({"actor": {"dp": 0}}, {}, r"dp=0; it takes a whole number of at least 1"),
         ({"actor": {"pp": 2}}, {}, r"pp=2; pipeline > 1 is not supported yet"),
         ({"actor": {"ep": 2}}, {}, r"ep=2; expert > 1 is not supported yet"),
-        ({"reward": {"dp": 1, "ranks": [3]}}, {}, r"ranks=\[3\]; roles on ranks of their own are not supported yet"),
+        ({"actor": {"ranks": [3]}}, {}, r"ranks=\[3\], but the actor lies on the mesh.*leave its ranks out"),
+        ({"reward": {"ranks": []}}, {}, r"\['reward'\]\) got ranks=\[\]; it takes a list of one or more different"),
+        ({"reward": {"ranks": [2, 2]}}, {}, r"ranks=\[2, 2\]; it takes a list of one or more different world ranks"),
+        ({"reward": {"ranks": [-1]}}, {}, r"ranks=\[-1\]; it takes a list of one or more different world ranks"),
+        ({"reward": {"ranks": [True]}}, {}, r"ranks=\[True\]; it takes a list of one or more different world ranks"),
+        ({"reward": {"ranks": 3}}, {}, r"ranks=3; it takes a list of one or more different world ranks"),
+        ({"reward": {"ranks": [0]}}, {}, r"ranks=\[0\], but rank 0 writes logs and the trained model"),
         ({}, {"rollout_dp": 2}, r"unknown key 'rollout_dp'.*Did you mean 'rollout_tp'"),
         ({}, {"offload_to_cpu": 1}, r"offload_to_cpu=1; it takes True or False"),
     ],

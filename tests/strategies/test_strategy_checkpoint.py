@@ -35,17 +35,21 @@ def some_rows() -> RolloutBatch:
 def roles(options: dict[str, Any], seed: int = 0) -> tuple[Fabric, dict[str, Any]]:
     fabric = Fabric(accelerator="cpu", strategy=HybridStrategy(**options))
     fabric.launch()
-    actor, critic = Actor(tiny_model(seed=seed)), Critic(tiny_model(seed=seed + 1))
-    state: dict[str, Any] = {"actor": fabric.setup_module(actor), "critic": fabric.setup_module(critic)}
-    for role, module in (("actor", actor), ("critic", critic)):
-        state[f"{role}_optimizer"] = fabric.setup_optimizers(torch.optim.AdamW(module.parameters(), lr=1e-3))
+    state: dict[str, Any] = {}
+    for role, module in (("actor", Actor(tiny_model(seed=seed))), ("critic", Critic(tiny_model(seed=seed + 1)))):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+        state[role], state[f"{role}_optimizer"] = fabric.setup(module, optimizer)
     state["steps"] = 0
     return fabric, state
 
 
+def held(fabric: Fabric) -> list[str]:
+    return [role for role in ("actor", "critic") if fabric.strategy.layout(role).holds(fabric.global_rank)]
+
+
 def train(fabric: Fabric, state: dict[str, Any]) -> None:
     """One step on all rows; every rank has all of them, so the mean over data ranks is the same for any number."""
-    for role in ("actor", "critic"):
+    for role in held(fabric):
         output = state[role](some_rows())
         fabric.backward((output[0] if role == "actor" else output).square().sum())
         state[f"{role}_optimizer"].step()
@@ -97,6 +101,53 @@ def test_a_checkpoint_loads_on_another_layout(
         # Adam turns rounding of tiny gradients into steps of its own size, 1e-3: the next step is compared to 1e-4.
         torch.testing.assert_close(after, saved[2:], atol=1e-4, rtol=1e-4)
     assert not list(tmp_path.glob("*.incomplete"))
+
+
+APART = {"mesh_shape": (2, 1, 1, 1), "parallelism_config": {"critic": {"dp": 1, "ranks": [2]}}}
+
+
+def write_apart(folder: str) -> dict[str, torch.Tensor]:
+    """Save after two steps; the values of the roles that this rank holds, after a third one."""
+    fabric, state = roles(APART)
+    for _ in range(2):
+        train(fabric, state)
+    fabric.save(folder, state)
+    train(fabric, state)
+    with torch.no_grad():
+        outputs = {role: state[role](some_rows()) for role in held(fabric)}
+    return {role: output[0] if role == "actor" else output for role, output in outputs.items()}
+
+
+def read_apart(folder: str) -> int:
+    """Load where the role lies elsewhere."""
+    fabric, state = roles(APART, seed=7)
+    fabric.load(folder, state)
+    return sum(fabric.strategy.weight_version(role) for role in ("actor", "critic"))
+
+
+def test_a_role_on_ranks_of_its_own_is_saved_and_loads_onto_the_mesh_and_back(tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoint")
+    saved = run_ranks(write_apart, 3, folder)
+    assert [sorted(values) for values in saved] == [["actor"], ["actor"], ["critic"]]
+    for _, after, steps, version in run_ranks(read_and_go_on, 2, folder, {}):
+        assert (steps, version) == (3, 2)
+        torch.testing.assert_close(after, [saved[0]["actor"], saved[2]["critic"]], atol=1e-4, rtol=1e-4)
+    assert run_ranks(read_apart, 3, folder) == [4] * 3, "all ranks know how many steps both roles have taken"
+
+
+def load_another_critic(folder: str) -> str:
+    fabric, state = roles(APART)
+    fabric.save(folder, state)
+    wide = fabric.setup_module(Critic(tiny_model(hidden_size=96) if fabric.global_rank == 2 else tiny_model()))
+    with pytest.raises(CheckpointMismatchError) as caught:
+        fabric.load(folder, {"critic": wide})
+    return str(caught.value)
+
+
+def test_what_does_not_fit_on_one_rank_is_refused_on_all(tmp_path: Path) -> None:
+    first, second, third = run_ranks(load_another_critic, 3, str(tmp_path / "checkpoint"))
+    assert "critic.model.embed_tokens.weight has shape (128, 96) here and has shape (128, 64) there" in third
+    assert first == second == f"on rank 2: {third}"
 
 
 def test_a_checkpoint_is_replaced_whole(tmp_path: Path) -> None:

@@ -1,0 +1,131 @@
+"""Lends the actor's engine for a rollout: weights come before, optimizer states leave for it, and all is put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_verl.parallel.fsdp import gathered
+from lightning_verl.resharding.executor import ReshardReport
+from lightning_verl.strategies.engine import HybridEngine
+from lightning_verl.strategies.offload import OffloadReport, StateOffload
+
+if TYPE_CHECKING:
+    from lightning_verl.strategies.hybrid import HybridStrategy
+
+
+class LentEngine:
+    """A rollout engine while its weights are in place. It refuses to generate with others, or once it was taken back.
+
+    Everything else is the engine's own.
+
+    Args:
+        engine: Any ``RolloutEngine``.
+        version: Tells the version of the trained weights now.
+    """
+
+    def __init__(self, engine: Any, version: Callable[[], int]) -> None:
+        self._engine, self._version, self._lent = engine, version, True
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """What ``RolloutEngine.generate`` does.
+
+        Raises:
+            RuntimeError: The rollout is over, or the weights were trained since it began.
+        """
+        name = type(self._engine).__name__
+        if not self._lent:
+            raise RuntimeError(
+                f"{name}.generate was called after its rollout: the weights are gone. Call it inside "
+                "`with strategy.rollout(actor) as engine`."
+            )
+        held, trained = self._engine.weight_version, self._version()
+        if held != trained:
+            raise RuntimeError(
+                f"{name}.generate holds version {held} of the weights, but the actor is at version {trained}: it was "
+                "trained during the rollout. Leave the context before the update and enter it again."
+            )
+        return self._engine.generate(*args, **kwargs)
+
+    def take_back(self) -> None:
+        """End the loan."""
+        self._lent = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+class Rollouts:
+    """What a strategy needs for the rollouts of its actor.
+
+    Args:
+        strategy: Knows layouts, groups and weight versions.
+        offload: Whether optimizer states and gradients wait in host memory during rollouts.
+    """
+
+    def __init__(self, strategy: HybridStrategy, offload: bool) -> None:
+        self._strategy = strategy
+        self._offloads = offload
+        self._optimizers: list[Optimizer] = []
+        self._engine: HybridEngine | None = None
+        self._offload: StateOffload | None = None
+
+    @property
+    def reshard_report(self) -> ReshardReport | None:
+        """What the last resharding cost."""
+        return None if self._engine is None else self._engine.report
+
+    @property
+    def offload_report(self) -> OffloadReport | None:
+        """What the last trip of the optimizer states cost."""
+        return None if self._offload is None else self._offload.report
+
+    def prepare(self, actor: Any) -> None:
+        """Give an actor that can generate with another module than its own a rollout module; before it is cut."""
+        if hasattr(actor, "generate_with"):
+            self._engine = HybridEngine(self._strategy, actor.model, self._strategy.reshard_bucket_bytes)
+            actor.generate_with(self._engine.module)
+
+    def aligned_dims(self) -> dict[str, int]:
+        """See ``HybridEngine.aligned_dims``."""
+        return {} if self._engine is None else self._engine.aligned_dims()
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Have the states of an optimizer offloaded with the others."""
+        self._optimizers.append(optimizer)
+
+    @contextmanager
+    def open(self, actor: nn.Module) -> Iterator[LentEngine]:
+        """Lend the actor's engine with the weights as they are now (a collective call)."""
+        role, engine = self._strategy.role_of(actor), actor.engine
+        with self._states_away(), gathered(actor) if self._engine is None else self._engine.weights():
+            if self._offload is not None:
+                self._offload.free()
+            engine.load_weights((), self._strategy.weight_version(role))  # type: ignore[operator, union-attr]
+            lent = LentEngine(engine, lambda: self._strategy.weight_version(role))
+            try:
+                yield lent
+            finally:
+                lent.take_back()
+                engine.release()  # type: ignore[operator, union-attr]
+
+    def wait_for_states(self) -> None:
+        """Have the optimizer states in place for what follows."""
+        if self._offload is not None:
+            self._offload.wait()
+
+    @contextmanager
+    def _states_away(self) -> Iterator[None]:
+        if not self._offloads:
+            yield
+            return
+        self._offload = self._offload or StateOffload(self._strategy.root_device)
+        self._offload.start(self._optimizers)
+        try:
+            yield
+        finally:
+            self._offload.bring_back()
