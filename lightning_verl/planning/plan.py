@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -132,8 +133,13 @@ def default_ranks(config: TrainConfig) -> int:
     if str(config.devices).isdecimal() and int(config.devices) > 0:
         return int(config.devices)
     strategy = config.strategy
-    claimed = {rank for entry in strategy.parallelism_config.values() for rank in entry.get("ranks") or ()}
-    return (DeviceMesh.of(strategy.mesh_shape).size if strategy.mesh_shape is not None else 1) + len(claimed)
+    claimed = {rank for entry in strategy.parallelism_config.values() for rank in _claimed(entry)}
+    return math.prod(strategy.mesh_shape or (1,)) + len(claimed)
+
+
+def _claimed(entry: Mapping[str, Any]) -> list[Any]:
+    """The ranks that a role claims; whether they are any is checked with the rest."""
+    return list(ranks) if isinstance(ranks := entry.get("ranks"), list | tuple) else []
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
@@ -142,13 +148,12 @@ def default_ranks(config: TrainConfig) -> int:
 def _layouts(config: TrainConfig, world_size: int) -> dict[str, RoleLayout]:
     strategy = config.strategy
     entries, engine = strategy.parallelism_config, strategy.hybrid_engine_config
-    try:
-        check_config(entries, engine)
-        mesh = None if strategy.mesh_shape is None else DeviceMesh.of(strategy.mesh_shape)
-        return resolve_layouts(world_size, mesh, entries, engine)
-    except ValueError as error:
-        problems = layout_problems(world_size, strategy.mesh_shape, entries, engine) or [str(error)]
-        raise ConfigError("\n".join(problems)) from error
+    refusal = _refusal(entries, engine, world_size, strategy.mesh_shape)
+    if refusal:
+        problems = layout_problems(world_size, strategy.mesh_shape, entries, engine)
+        raise ConfigError("\n".join(problems or [refusal]))
+    mesh = None if strategy.mesh_shape is None else DeviceMesh.of(strategy.mesh_shape)
+    return resolve_layouts(world_size, mesh, entries, engine)
 
 
 def layout_problems(
@@ -167,21 +172,32 @@ def layout_problems(
         entries: Sizes for each role.
         engine: The hybrid engine's sizes.
     """
+    claims = {role: {"dp": len(ranks), "ranks": ranks} for role, entry in entries.items() if (ranks := _claimed(entry))}
+    claims = {role: claim for role, claim in claims.items() if not _refusal({role: claim}, {})}
     problems: dict[str, None] = {}
-    claims = {
-        role: {"dp": len(entry["ranks"]), "ranks": entry["ranks"]}
-        for role, entry in entries.items()
-        if entry.get("ranks")
-    }
     for tried in entries or {"actor": {}}:
         alone = {**claims, tried: entries[tried]} if entries else {}
-        try:
-            check_config(alone, engine)
-            mesh = None if mesh_shape is None else DeviceMesh.of(mesh_shape)
-            resolve_layouts(world_size, mesh, alone, engine if tried == "actor" or "actor" not in entries else {})
-        except ValueError as error:
-            problems[str(error)] = None
+        with_engine = tried == "actor" or "actor" not in entries
+        refusal = _refusal(alone, engine if with_engine else {}, world_size, mesh_shape)
+        if refusal:
+            problems[refusal] = None
     return list(problems)
+
+
+def _refusal(
+    entries: Mapping[str, Mapping[str, Any]],
+    engine: Mapping[str, Any],
+    world_size: int | None = None,
+    mesh_shape: tuple[int, int, int, int] | None = None,
+) -> str | None:
+    """The first reason against a config; without a world size, of those that need none."""
+    try:
+        check_config(entries, engine)
+        if world_size is not None:
+            resolve_layouts(world_size, None if mesh_shape is None else DeviceMesh.of(mesh_shape), entries, engine)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _check_models(modules: Mapping[str, Any], layouts: Mapping[str, RoleLayout]) -> None:

@@ -128,7 +128,8 @@ def _table(plan: Plan, kind: RankMemory) -> Iterator[str]:
             rows.setdefault((item.role, item.what), {})[phase.name] = item.bytes
     yield f"  {'':<32}" + "".join(f"{name:>15}" for name in names)
     for (role, what), cells in rows.items():
-        yield f"  {role + ' ' + what:<32}" + "".join(f"{gib(cells[n]) if n in cells else '':>15}" for n in names)
+        line = "".join(f"{gib(cells[name]) if name in cells else '':>15}" for name in names)
+        yield f"  {role + ' ' + what:<32}{line}".rstrip()
     yield f"  {'total':<32}" + "".join(f"{gib(phase.peak.bytes):>15}" for phase in kind.phases)
     yield f"  {'peak at':<10}" + "; ".join(f"{phase.name}: {phase.peak.name}" for phase in kind.phases)
 

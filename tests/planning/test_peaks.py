@@ -22,12 +22,12 @@ from lightning_verl.planning.model import describe
 from lightning_verl.planning.shards import Placement, same_grid
 from lightning_verl.testing import char_tokenizer, run_ranks, tiny_config
 
-PROMPT, RESPONSE, ROWS = 32, 32, 16
+PROMPT, RESPONSE, ROWS = 48, 16, 16
 """Tokens of a row, and rows of a data rank."""
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 768,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "vocab_size": 4096,
@@ -47,23 +47,23 @@ class Alive(TorchDispatchMode):
         self._storages: dict[int, weakref.ref[Any]] = {}
         self.most = 0
 
-    def add(self, tensor: Tensor) -> None:
-        """Watch a tensor that is there already."""
+    def add(self, tensor: Tensor) -> bool:
+        """Watch a tensor's memory; whether it was not watched before."""
         storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
-        self._storages.setdefault(storage._cdata, weakref.ref(storage))
+        key = storage._cdata
+        if key in self._storages:
+            return False
+        self._storages[key] = weakref.ref(storage, lambda _: self._storages.pop(key))
+        return True
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor) and not tensor.is_meta:
-                self.add(tensor)
-        self.most = max(self.most, self._now())
+        tensors = [t for t in tree_leaves(result) if isinstance(t, Tensor) and not isinstance(t, DTensor)]
+        new = [tensor for tensor in tensors if not tensor.is_meta and self.add(tensor)]
+        if new or function.namespace != "aten" or "copy" in str(function):  # FSDP2 fills what it has emptied by copying
+            alive = [storage for reference in self._storages.values() if (storage := reference()) is not None]
+            self.most = max(self.most, sum(storage.nbytes() for storage in alive))
         return result
-
-    def _now(self) -> int:
-        alive = {key: storage for key, reference in self._storages.items() if (storage := reference()) is not None}
-        self._storages = {key: self._storages[key] for key in alive}
-        return sum(storage.nbytes() for storage in alive.values())
 
 
 def peak_of(flow: HybridDataFlow, work: Callable[[], Any]) -> int:

@@ -22,7 +22,6 @@ from lightning_verl.config import (
     TrainConfig,
     read_config,
 )
-from lightning_verl.planning import plan as planning
 from lightning_verl.planning.model import build_on_meta
 from lightning_verl.planning.plan import Hardware, Plan, default_ranks, make_plan
 from lightning_verl.planning.report import draw, report
@@ -118,8 +117,7 @@ def test_memory_of_the_four_processes_by_hand(model: str) -> None:
     assert ("reference", "optimizer state") not in always
 
 
-def test_ranks_of_their_own_are_planned_for_themselves(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "check_config", lambda *config: None)  # it refuses ranks, which the arithmetic knows
+def test_ranks_of_their_own_are_planned_for_themselves(model: str) -> None:
     strategy = StrategyConfig((2, 1, 1, 1), {"critic": {"dp": 2, "ranks": [2, 3]}})
     plan = make_plan(config(model, strategy=strategy))
     assert plan.world_size == 4
@@ -283,6 +281,11 @@ def test_all_layouts_that_do_not_fit_are_named_at_once(model: str) -> None:
     assert "parallelism_config['actor']): dp x tp x ep = 3 x 2 x 1 = 6 does not equal" in lines[0]
     assert "parallelism_config['critic']): dp x tp x ep = 5 x 1 x 1 = 5 does not equal" in lines[1]
     assert "parallelism_config['reward']) got tp=0" in lines[2]
+    broken = StrategyConfig((2, 1, 2, 1), {"reward": {"ranks": 4}, "critic": {"dp": 1, "ranks": [4, 4]}})
+    with pytest.raises(ConfigError, match=r"ranks=4; it takes a list(.|\n)*ranks=\[4, 4\]; it takes a list"):
+        make_plan(config(model, strategy=broken))
+    with pytest.raises(ConfigError, match="pipeline=2 in mesh_shape"):
+        make_plan(config(model, strategy=StrategyConfig((2, 1, 2, 1))))
     with pytest.raises(ConfigError, match=r"6 = k x \(2 x 2 x 1 x 1 = 4\)"):
         make_plan(config(model), 6)
 
