@@ -75,6 +75,7 @@ def apply_fsdp(
 
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True, shard_placement_fn=placement)
     module._hybrid_touch = _touch  # type: ignore[assignment]
+    module.__dict__["_hybrid_units"] = fsdp_units(module)
     for method in ("_hybrid_touch", "score"):
         if hasattr(module, method):
             register_fsdp_forward_method(module, method)
@@ -92,7 +93,8 @@ def _touch(nothing: None) -> None:
 
 def fsdp_units(module: nn.Module) -> list[FSDPModule]:
     """The FSDP2 units in a module, the root first."""
-    return [child for child in module.modules() if isinstance(child, FSDPModule)]
+    known: list[FSDPModule] | None = module.__dict__.get("_hybrid_units")  # of a role: looking for them takes a while
+    return known or [child for child in module.modules() if isinstance(child, FSDPModule)]
 
 
 def reshard(module: nn.Module) -> None:

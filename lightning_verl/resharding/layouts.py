@@ -35,6 +35,5 @@ def layout_of(parameter: Tensor, prefix: str, grids: Mapping[str, Grid]) -> Tens
 
 
 def local_part(parameter: Tensor) -> Tensor:
-    """What this rank holds of a parameter, without a gradient."""
-    part: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return part.detach()
+    """What this rank holds of a parameter; under ``torch.no_grad()`` this is the DTensor's own tensor."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()

@@ -54,6 +54,7 @@ class RolloutModule:
             for key, parameter in owner._parameters.items():
                 if parameter is not None:
                     self._places.setdefault(names[id(parameter)], []).append((owner, key))
+        self._empty = dict(self.module.named_parameters())
         self.shapes = {name: tuple(parameter.shape) for name, parameter in self.module.named_parameters()}
         """The whole shapes of the parameters; tied ones once, by their first name."""
 
@@ -71,9 +72,8 @@ class RolloutModule:
     def drop(self) -> None:
         """Give the weights back: the parameters are on the meta device again."""
         for name, places in self._places.items():
-            empty = nn.Parameter(torch.empty(self.shapes[name], device="meta"), requires_grad=False)
             for owner, key in places:
-                owner._parameters[key] = empty
+                owner._parameters[key] = self._empty[name]
 
 
 def plain_name(name: str) -> str:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from lightning_verl.parallel.fsdp import reshard
 from lightning_verl.parallel.rollout import RolloutCut, cut_forwards, rollout_cuts
 from lightning_verl.parallel.tensor import check_tensor_parallel
 from lightning_verl.resharding.executor import Move, Resharder, ReshardReport
@@ -55,7 +54,8 @@ class HybridEngine:
         if group is not None and self._rollout.tensor > 1:
             ranks = torch.distributed.get_process_group_ranks(group)
             cut_forwards(self._view.module, group, tuple(map(self._vocabulary.tensor_rank, ranks)))
-        self._resharder: Resharder | None = None
+        self._resharder: Resharder | None = None  # both are made on first use: only then is the model sharded
+        self._sources: dict[str, nn.Parameter] = {}
         self.report: ReshardReport | None = None
         """What the last resharding cost."""
 
@@ -77,40 +77,40 @@ class HybridEngine:
 
     @contextmanager
     def weights(self) -> Iterator[None]:
-        """Hold the weights as they are now in the rollout module (a collective call of the actor's ranks)."""
-        reshard(self._trained)
-        sources = {name: local_part(parameter) for name, parameter in self._trained.named_parameters()}
-        with self._strategy.phase("actor", "reshard"):
-            moved = self._moves(sources).run({plain_name(name): part for name, part in sources.items()})
-        tensors, self.report = moved
+        """Hold the weights as they are now in the rollout module (a collective call of the actor's ranks).
+
+        The actor is in its update layout, with nothing gathered.
+        """
+        self._sources = self._sources or {plain_name(n): p for n, p in self._trained.named_parameters()}
+        with self._strategy.phase("actor", "reshard"), torch.no_grad():
+            resharder = self._resharder = self._resharder or self._plan()
+            tensors, self.report = resharder.run({name: local_part(p) for name, p in self._sources.items()})
         for adapter in self._view.adapters:
             merge(tensors[adapter.weight], tensors.pop(adapter.a), tensors.pop(adapter.b), adapter)
         self._view.fill(tensors)
-        del tensors, sources, moved
+        del tensors
         try:
             yield
         finally:
             self._view.drop()
 
-    def _moves(self, sources: dict[str, Tensor]) -> Resharder:
-        """The resharder, made on first use: only then is the trained module sharded."""
-        if self._resharder is None:
-            dtype = self._strategy.hybrid_precision.compute_dtype
-            adapted = {adapter.weight for adapter in self._view.adapters}
-            wanted = {name: self._target(self._cuts.get(name)) for name in self._view.shapes}
-            for adapter in self._view.adapters:
-                cut = self._cuts.get(adapter.weight)
-                wanted[adapter.a] = self._target(cut if cut and cut.dim == 1 else None)
-                wanted[adapter.b] = self._target(cut if cut and cut.dim == 0 else None)
-            moves = {}
-            for name, parameter in self._trained.named_parameters():
-                plain = plain_name(name)
-                if plain in wanted:
-                    plan = plan_tensor(tuple(parameter.shape), self._source(parameter), wanted[plain])
-                    kept = sources[name].dtype if plain not in self._view.shapes else dtype
-                    moves[plain] = Move(plan, kept, may_alias=plain not in adapted)
-            self._resharder = Resharder(moves, self._strategy.group("actor", "reshard"), self._bucket_bytes)
-        return self._resharder
+    def _plan(self) -> Resharder:
+        """How every parameter gets from the update layout to where the rollout wants it."""
+        adapters = self._view.adapters
+        wanted = {name: self._target(self._cuts.get(name)) for name in self._view.shapes}
+        for adapter in adapters:  # the halves are cut as the weight is, so that each rank merges its part
+            cut = self._cuts.get(adapter.weight)
+            wanted[adapter.a] = self._target(cut if cut and cut.dim == 1 else None)
+            wanted[adapter.b] = self._target(cut if cut and cut.dim == 0 else None)
+        adapted = {adapter.weight for adapter in adapters}
+        dtype = self._strategy.hybrid_precision.compute_dtype
+        moves = {}
+        for name, parameter in self._sources.items():
+            if name in wanted:
+                plan = plan_tensor(tuple(parameter.shape), self._source(parameter), wanted[name])
+                cast = dtype if name in self._view.shapes else parameter.dtype
+                moves[name] = Move(plan, cast, may_alias=name not in adapted)
+        return Resharder(moves, self._strategy.group("actor", "reshard"), self._bucket_bytes)
 
     def _source(self, parameter: Tensor) -> TensorLayout:
         layout = self._strategy.layout("actor")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_verl.parallel.fsdp import gathered
+from lightning_verl.parallel.fsdp import gathered, reshard
 from lightning_verl.resharding.executor import ReshardReport
 from lightning_verl.strategies.engine import HybridEngine
 from lightning_verl.strategies.offload import OffloadReport, StateOffload
@@ -102,6 +102,7 @@ class Rollouts:
     def open(self, actor: nn.Module) -> Iterator[LentEngine]:
         """Lend the actor's engine with the weights as they are now (a collective call)."""
         role, engine = self._strategy.role_of(actor), actor.engine
+        reshard(actor)
         with self._states_away(), gathered(actor) if self._engine is None else self._engine.weights():
             if self._offload is not None:
                 self._offload.free()
