@@ -75,6 +75,41 @@ def train(words: Sequence[str]) -> None:
         raise UsageError(str(error)) from error
 
 
+def plan(words: Sequence[str]) -> None:
+    """tell how a YAML file's run lies on the ranks, what it takes there, and what to change"""
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} plan",
+        description="Print what `train` would do with a config: the layout of each role, memory of a rank in each "
+        "phase, bytes between ranks, batches, and advice. Starts nothing, reads no weights, needs no GPU.",
+        epilog=f"Options of `{PROGRAM} train`, such as --batch.epochs 2, go before what the file says here too.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", help="the YAML file")
+    parser.add_argument(
+        "--ranks", type=_positive(int), help="processes to plan for (default: devices, or those of one mesh, or 1)"
+    )
+    parser.add_argument(
+        "--memory", type=_positive(float), default=80.0, metavar="GIB", help="memory of a GPU (default: 80)"
+    )
+    parser.add_argument(
+        "--link",
+        type=_positive(float),
+        metavar="GB/S",
+        help="bandwidth between GPUs (default: 280 within 8 ranks that follow each other, 50 beyond)",
+    )
+    given, options = parser.parse_known_args(words)
+
+    from lightning_verl.config import ConfigError, read_config
+    from lightning_verl.planning.plan import Hardware, make_plan
+    from lightning_verl.planning.report import report
+
+    try:
+        config = read_config([given.config, *options])
+        print(report(make_plan(config, given.ranks, Hardware(given.memory, given.link))), end="")
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
+
+
 def run(words: Sequence[str]) -> None:
     """start a script with Fabric's launcher, which then knows --strategy hybrid"""
     # Fabric's command line freezes its list of strategies when it is imported; `import lightning_verl` has been before.
@@ -92,6 +127,19 @@ def version(words: Sequence[str]) -> None:
     print(f"{PROGRAM} {__version__} ({below})")
 
 
+def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
+    """A type of options: numbers above 0."""
+
+    def number(word: str) -> float:
+        value = kind(word)
+        if not value > 0:
+            raise argparse.ArgumentTypeError(f"it must be above 0, got {word!r}")
+        return value
+
+    number.__name__ = kind.__name__  # argparse names it where a word is no number at all
+    return number
+
+
 @contextmanager
 def _modules_from(*folders: Path) -> Iterator[None]:
     """Find a user's modules in these folders too; unlike `python -m`, an installed command has none of its own."""
@@ -107,6 +155,7 @@ def _modules_from(*folders: Path) -> Iterator[None]:
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "quickstart": quickstart,
     "train": train,
+    "plan": plan,
     "run": run,
     "version": version,
 }

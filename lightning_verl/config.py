@@ -128,6 +128,8 @@ class StrategyConfig:
     """Ranks of the axes data, tensor, pipeline, expert; None: data = all."""
     parallelism_config: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Sizes of single roles, such as ``{actor: {dp: 2, tp: 2}}``."""
+    hybrid_engine_config: dict[str, Any] = field(default_factory=dict)
+    """How the actor is rolled out, such as ``{rollout_tp: 2}``."""
 
 
 @dataclass(frozen=True)
@@ -286,6 +288,29 @@ def import_function(path: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
+def role_sources(config: TrainConfig, algorithm: Algorithm) -> dict[str, str]:
+    """The roles with weights that a run has, and where these come from.
+
+    Raises:
+        ConfigError: The algorithm needs a reward and there is none.
+    """
+    model = config.model
+    if algorithm.needs_reward and not config.rewards.functions:
+        raise ConfigError(f"algorithm {config.algorithm['name']} needs a reward; add rewards: {{functions: [...]}}.")
+    sources = {"actor": model.actor}
+    if algorithm.needs_critic:
+        sources["critic"] = model.critic or model.actor
+    if algorithm.needs_reference and (model.reference is not None or model.lora is None):
+        sources["reference"] = model.reference or model.actor
+    return sources
+
+
+def trained_role_options(config: TrainConfig) -> dict[str, Any]:
+    """What actor and critic are made with, besides their weights."""
+    model = config.model
+    return {"lora_config": model.lora, "activation_checkpointing": model.activation_checkpointing}
+
+
 def make_dataflow(config: TrainConfig, algorithm: Algorithm) -> HybridDataFlow:
     """Make the roles that an algorithm needs.
 
@@ -298,17 +323,14 @@ def make_dataflow(config: TrainConfig, algorithm: Algorithm) -> HybridDataFlow:
     from lightning_verl.roles.reference import Reference
     from lightning_verl.roles.reward_function import RewardFunction
 
-    model, rewards = config.model, config.rewards
-    if algorithm.needs_reward and not rewards.functions:
-        raise ConfigError(f"algorithm {config.algorithm['name']} needs a reward; add rewards: {{functions: [...]}}.")
+    rewards, options = config.rewards, trained_role_options(config)
+    sources = role_sources(config, algorithm)
     functions = [import_function(path) for path in rewards.functions]
-    options: dict[str, Any] = {"lora_config": model.lora, "activation_checkpointing": model.activation_checkpointing}
-    wants_reference = algorithm.needs_reference and (model.reference is not None or model.lora is None)
     return HybridDataFlow(
-        actor=Actor(model.actor, **options),
-        critic=Critic(model.critic or model.actor, **options) if algorithm.needs_critic else None,
+        actor=Actor(sources["actor"], **options),
+        critic=Critic(sources["critic"], **options) if "critic" in sources else None,
         reward=RewardFunction(functions, weights=rewards.weights, time_limit=rewards.time_limit) if functions else None,
-        reference=Reference(model.reference or model.actor) if wants_reference else None,
+        reference=Reference(sources["reference"]) if "reference" in sources else None,
         max_tokens_per_micro_batch=config.batch.max_tokens_per_micro_batch,
         max_grad_norm=config.optimizer.max_grad_norm,
     )
@@ -324,7 +346,8 @@ def make_fabric(config: TrainConfig) -> Fabric:
     from lightning_verl.strategies.hybrid import HybridStrategy
 
     output = Path(config.output)
-    strategy = HybridStrategy(config.strategy.mesh_shape, config.strategy.parallelism_config)
+    layouts = config.strategy
+    strategy = HybridStrategy(layouts.mesh_shape, layouts.parallelism_config, layouts.hybrid_engine_config)
     return Fabric(
         accelerator=config.accelerator,
         devices=config.devices,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import yaml
 
 from lightning_verl import GRPO, PPO, SFT, AdaptiveKL, __version__
 from lightning_verl.cli import main
-from lightning_verl.config import ConfigError, import_function, make_algorithm, read_config
+from lightning_verl.config import ConfigError, import_function, make_algorithm, make_fabric, read_config
 from lightning_verl.quickstart.curves import read_logs
 from lightning_verl.testing import char_tokenizer, tiny_model
 
@@ -69,7 +70,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     text = capsys.readouterr().out
-    assert all(f"  {command} " in text for command in ("quickstart", "train", "run", "version"))
+    assert all(f"  {command} " in text for command in ("quickstart", "train", "plan", "run", "version"))
 
 
 def test_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,6 +195,58 @@ def test_a_missing_import_inside_a_users_module_is_not_hidden(tmp_path: Path, mo
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
         import_function("broken_rewards:score")
+
+
+# ---- planning --------------------------------------------------------------------------------------------------------
+
+
+def test_plan_prints_a_plan_and_starts_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "model" / "model.safetensors").unlink()  # the config is enough
+    path = write(folder, strategy={"mesh_shape": [2, 2, 1, 1], "hybrid_engine_config": {"rollout_tp": 1}})
+    assert main(["plan", path, "--batch.rollout_batch_size", "64", "--memory", "24"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("Plan: GRPO on 4 ranks, 32-true, 24 GiB a GPU\n")
+    assert "  rollout    4 x 1 x 1 x 1: 4 data ranks, ranks 0-3\n" in text
+    assert "Batches: 64 prompts x 8 samples a step" in text
+    assert not (folder / "out").exists()
+    assert main(["plan", path, "--ranks", "8", "--link", "1e3", "--precision", "bf16-mixed"]) == 0
+    assert "Plan: GRPO on 8 ranks, bf16-mixed, 80 GiB a GPU" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"stepz": 3}, [], "the config got an unknown key 'stepz'"),
+        ({"rewards": {}}, [], "algorithm grpo needs a reward; add rewards"),
+        ({"model": {"actor": "nowhere"}}, [], "model.actor: 'nowhere' is neither a folder with a config.json nor in"),
+        ({"strategy": {"mesh_shape": [2, 1, 1, 1]}}, ["--ranks", "3"], r"3 = k x \(2 x 1 x 1 x 1 = 2\)"),
+        ({"strategy": {"hybrid_engine_config": {"rolout_tp": 2}}}, [], "unknown key 'rolout_tp'.*'rollout_tp'"),
+        (
+            {"strategy": {"parallelism_config": {"actor": {"tp": 4}}}},
+            ["--ranks", "4"],
+            "num_key_value_heads=2, which tp=4",
+        ),
+    ],
+)
+def test_plan_refuses_what_train_would(
+    folder: Path, changes: dict[str, Any], options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", write(folder, **changes), *options]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_plan_wants_a_positive_number_of_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--ranks", "--memory", "--link"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["plan", write(folder), option, "0"])
+        assert f"argument {option}: it must be above 0, got '0'" in capsys.readouterr().err
+
+
+def test_train_takes_the_layout_of_the_rollout(folder: Path) -> None:
+    fabric = make_fabric(read_config([write(folder, strategy={"hybrid_engine_config": {"rollout_tp": 1}})]))
+    assert fabric.strategy.layout("rollout").tensor == 1
+    with pytest.raises(ValueError, match="rollout_tp=2 does not divide"):
+        make_fabric(read_config([write(folder, strategy={"hybrid_engine_config": {"rollout_tp": 2}})]))
 
 
 # ---- training --------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ EXAMPLES = ROOT / "examples"
 
 def test_every_example_has_a_page_and_something_to_run() -> None:
     folders = [folder for folder in EXAMPLES.iterdir() if folder.is_dir()]
-    assert {folder.name for folder in folders} == {"train_script", "own_loop", "grpo_yaml", "smollm2"}
+    assert {folder.name for folder in folders} == {"train_script", "own_loop", "grpo_yaml", "plan", "smollm2"}
     for folder in folders:
         assert (folder / "README.md").is_file()
         assert [*folder.glob("*.py"), *folder.glob("*.yaml")]

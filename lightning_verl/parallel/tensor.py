@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,27 +56,31 @@ def check_tensor_parallel(model: PreTrainedModel, tensor: int) -> None:
     Raises:
         ValueError: The config has no plan, uses a style that is not dense, or a size does not divide.
     """
+    for problem in tensor_parallel_problems(model, tensor):
+        raise ValueError(problem)
+
+
+def tensor_parallel_problems(model: PreTrainedModel, tensor: int) -> list[str]:
+    """Every reason why a model cannot be cut over ``tensor`` ranks; none: it can."""
     config = model.config.get_text_config()
     name = type(model).__name__
     plan = _plan(model)
     if not plan:
-        raise ValueError(
-            f"{name} has no tensor-parallel plan (config.base_model_tp_plan is empty); set its role's tp to 1."
-        )
+        return [f"{name} has no tensor-parallel plan (config.base_model_tp_plan is empty); set its role's tp to 1."]
     unknown = sorted(set(plan.values()) - {*_CUT_STYLES, _SUMMED_STYLE} - {"embedding_rowwise"})
     if unknown:
-        raise ValueError(f"{name} plans tensor styles {unknown}, which are not supported yet; set its role's tp to 1.")
+        return [f"{name} plans tensor styles {unknown}, which are not supported yet; set its role's tp to 1."]
     sizes = {
         "num_key_value_heads": getattr(config, "num_key_value_heads", config.num_attention_heads),
         "num_attention_heads": config.num_attention_heads,
         "intermediate_size": config.intermediate_size,
     }
-    for key, size in sizes.items():
-        if size % tensor:
-            raise ValueError(
-                f"{name} has {key}={size}, which tp={tensor} does not divide; choose a tp that divides "
-                f"{sizes['num_key_value_heads']} key-value heads."
-            )
+    return [
+        f"{name} has {key}={size}, which tp={tensor} does not divide; choose a tp that divides "
+        f"{sizes['num_key_value_heads']} key-value heads."
+        for key, size in sizes.items()
+        if size % tensor
+    ]
 
 
 def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> None:
@@ -89,7 +94,8 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     tied = head is not None and head.weight is embedding.weight
     for module, style in planned_styles(model):
         if style in _CUT_STYLES:
-            _cut(module, mesh, style)
+            for linear in _linears(module, style):
+                parallelize_module(linear, mesh, ColwiseParallel() if style == "colwise" else RowwiseParallel())
         elif style == _SUMMED_STYLE:
             _sum_weight_gradient(module, mesh.get_group())
     if tied and head.weight is not embedding.weight:
@@ -120,18 +126,27 @@ def _pattern(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
-def _cut(module: nn.Module, mesh: DeviceMesh, style: str) -> None:
-    """Cut one linear layer; the halves of an adapter follow their target.
+def cut_dims(model: PreTrainedModel) -> dict[nn.Parameter, int]:
+    """Which parameters ``apply_tensor_parallel`` cuts, and along which dim; the others stay whole."""
+    dims: dict[nn.Parameter, int] = {}
+    for module, style in planned_styles(model):
+        for linear in _linears(module, style) if style in _CUT_STYLES else ():
+            dims[linear.weight] = 0 if style == "colwise" else 1
+            if linear.bias is not None and style == "colwise":
+                dims[linear.bias] = 0
+    return dims
+
+
+def _linears(module: nn.Module, style: str) -> list[Any]:
+    """The linear layers to cut in a planned module: itself, or of an adapter's target what follows it.
 
     Column-wise: A stays whole (its gradient is whole, since B's input gradient is summed), B is cut with the outputs.
     Row-wise: A is cut with the inputs and its narrow output summed, B stays whole.
     """
-    linear = module.base_layer if isinstance(module, LoraLayer) else module
-    parallelize_module(linear, mesh, ColwiseParallel() if style == "colwise" else RowwiseParallel())
-    if isinstance(module, LoraLayer):
-        halves = module.lora_B if style == "colwise" else module.lora_A
-        for half in halves.values():
-            parallelize_module(half, mesh, ColwiseParallel() if style == "colwise" else RowwiseParallel())
+    if not isinstance(module, LoraLayer):
+        return [module]
+    halves = module.lora_B if style == "colwise" else module.lora_A
+    return [module.base_layer, *halves.values()]
 
 
 def _sum_weight_gradient(module: nn.Module, group: dist.ProcessGroup) -> None:

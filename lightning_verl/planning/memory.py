@@ -1,0 +1,338 @@
+"""Bytes on one rank in each phase of a step: arithmetic over shapes, with every formula written out.
+
+c: bytes of an element in the forward pass. T: positions of a micro-batch. h, q, k, m: widths of the residual stream, of
+queries, of keys, and of the feed-forward part; q, k, m and the heads are divided by the tensor axis, h is not.
+
+A decoder layer keeps for its backward pass, in bytes a position (exact for the gated layers of the Llama and Qwen
+families; others are close)::
+
+    (8 + 4c) h + 8                          two RMS norms: fp32 input, normalised, output
+    c (2q + 2k) + 4 heads                   attention: queries, keys, values, output, log-sum-exp
+    4c m                                    feed-forward: gate, its activation, up, their product
+    (4 + c)(q + k) + 4 (heads + kv heads)   norms of queries and keys, where there are any
+
+With ``"full"`` checkpointing it keeps ``c h``, its input; with ``"selective"`` also attention, ``o_proj`` and
+``up_proj``: ``c (2h + q + m) + 4 heads``; one layer at a time then has everything. A list of suffixes counts as nothing
+being recomputed.
+
+FSDP2 holds the root unit (embedding, final norm, head) while the model runs, and of the layers the one that runs and,
+with several shards, the one that is being gathered, in the compute dtype. In the backward pass a unit's gradients exist
+whole in the compute dtype and in an fp32 buffer on their way to the shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from lightning_verl.planning.batch import BatchSizes, RoleBatch
+from lightning_verl.planning.model import Decoder, ParameterShape, RoleModel
+from lightning_verl.planning.shards import Placement, numel_on, received_bytes, rollout_bytes, same_grid
+from lightning_verl.resharding.executor import BUCKET_BYTES
+from lightning_verl.strategies.layout import RoleLayout
+
+RESHARDING = "resharding"
+"""The moment of a rollout at which optimizer states are still there that are kept on the host for the rest of it."""
+LOGIT_CHUNK = 1024
+"""Tokens whose logits live at once, the default of ``logprobs_from_hidden``."""
+UPDATE_LOGIT_BYTES = 16
+"""Bytes for each logit of a chunk in its backward pass, entropy included, above the logit: four fp32 copies."""
+SCORE_LOGIT_BYTES = 4
+"""The same without gradients: an fp32 copy, and another where logits are converted or divided by a temperature."""
+SAMPLE_BYTES = {"greedy": 12, "sampled": 24, "top_p": 45}
+"""Bytes for each logit of a row while its token is sampled, above the logit."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """Something that takes memory."""
+
+    role: str
+    """Whose it is."""
+    what: str
+    """What it is."""
+    bytes: int
+    """How much, on the rank that has the most."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A point of a phase at which memory may be highest."""
+
+    name: str
+    """When it is."""
+    items: tuple[Item, ...]
+    """What there is then, what is always there included."""
+
+    @property
+    def bytes(self) -> int:
+        """All of it."""
+        return sum(item.bytes for item in self.items)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A phase of a step."""
+
+    name: str
+    """rollout, scoring, critic_update or actor_update."""
+    moments: tuple[Moment, ...]
+    """Its points."""
+
+    @property
+    def peak(self) -> Moment:
+        """The one at which memory is highest."""
+        return max(self.moments, key=lambda moment: moment.bytes)
+
+
+def saved_per_token(decoder: Decoder, compute_bytes: int, tensor: int) -> int:
+    """Bytes a position that a decoder layer keeps for its backward pass, if nothing is recomputed."""
+    c, q, k, m, heads, kv_heads = _widths(decoder, compute_bytes, tensor)
+    saved = (8 + 4 * c) * decoder.hidden + 8 + c * (2 * q + 2 * k) + 4 * heads + 4 * c * m
+    return saved + ((4 + c) * (q + k) + 4 * (heads + kv_heads) if decoder.qk_norm else 0)
+
+
+def kept_per_token(role: RoleModel, tensor: int) -> int:
+    """Bytes a position that a decoder layer keeps under the role's activation checkpointing."""
+    c, q, _, m, heads, _ = _widths(role.decoder, role.compute_bytes, tensor)
+    if role.checkpointing == "full":
+        return c * role.decoder.hidden
+    if role.checkpointing == "selective":
+        return c * (2 * role.decoder.hidden + q + m) + 4 * heads
+    return saved_per_token(role.decoder, role.compute_bytes, tensor)
+
+
+def running_per_token(decoder: Decoder, compute_bytes: int, tensor: int) -> int:
+    """Bytes a position while a layer runs without gradients: ``c (4h + 3m)``."""
+    return compute_bytes * (4 * decoder.hidden + 3 * -(-decoder.inner // tensor))
+
+
+def _widths(decoder: Decoder, compute_bytes: int, tensor: int) -> tuple[int, int, int, int, int, int]:
+    heads, kv_heads = -(-decoder.heads // tensor), -(-decoder.kv_heads // tensor)
+    inner = -(-decoder.inner // tensor)
+    return compute_bytes, heads * decoder.head_dim, kv_heads * decoder.head_dim, inner, heads, kv_heads
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """One role on its rank with the most: what it holds, and what it needs when it works."""
+
+    model: RoleModel
+    """Its shapes."""
+    place: Placement
+    """Where it lies."""
+    batch: RoleBatch
+    """Its rows."""
+    adapter_is_reference: bool = False
+    """Whether a copy of its adapter as it was at step 0 is the reference."""
+
+    @property
+    def layout(self) -> RoleLayout:
+        """Its layout in training."""
+        return self.place.layout
+
+    # ---- held always -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def parameters(self) -> int:
+        """Bytes of its shards."""
+        return self._held(lambda parameter: True)
+
+    @cached_property
+    def trained(self) -> int:
+        """Bytes of the trained ones among its shards; its gradients take the same."""
+        return self._held(lambda parameter: parameter.trained)
+
+    @property
+    def optimizer(self) -> int:
+        """Bytes of AdamW's two moments."""
+        return 2 * self.trained
+
+    def held(self) -> tuple[Item, ...]:
+        """What it holds in every phase, from the first update on."""
+        items = [self._item("parameters", self.parameters)]
+        if self.trained:
+            items.append(self._item("optimizer state", self.optimizer))
+        if self.adapter_is_reference:
+            items.append(self._item("adapter of step 0", self.trained))
+        return tuple(items)
+
+    # ---- while it works ----------------------------------------------------------------------------------------------
+
+    def scoring(self, temperature: float = 1.0) -> dict[str, tuple[Item, ...]]:
+        """The points of a pass without gradients at which memory may be highest.
+
+        Args:
+            temperature: What logits are divided by; 0 counts as 1.
+        """
+        decoder, tokens, c = self.model.decoder, self.batch.scoring_tokens, self.model.compute_bytes
+        buffers = self._in_flight - 1
+        moments = {
+            # What the root was gathered into is freed only once the first layer is there.
+            "gathering": (self._item("gathered units", c * self._in_flight * (self._root + buffers * self._layer)),),
+            "layers": (
+                self._item("gathered units", c * (self._root + self._in_flight * self._layer)),
+                self._item("activations", tokens * running_per_token(decoder, c, self.layout.tensor)),
+            ),
+        }
+        if self.model.has_head:
+            logits = min(LOGIT_CHUNK, self.batch.scoring_responses) * decoder.vocabulary
+            copies = 1 if c == 4 and temperature in (0, 1) else 2
+            moments["head"] = (
+                self._item("gathered units", c * (self._root + buffers * self._layer)),
+                self._item("activations", tokens * 2 * c * decoder.hidden),
+                self._item("logits", logits * (copies * SCORE_LOGIT_BYTES + c)),
+            )
+        return moments
+
+    def update(self) -> dict[str, tuple[Item, ...]]:
+        """The points of an update at which memory may be highest."""
+        model, batch, c = self.model, self.batch, self.model.compute_bytes
+        layers, whole = self.activations()
+        gradients = self._item("gradients", self.trained)
+        accumulated = (gradients,) if batch.micro_batches > 1 else ()
+        head_gradient = c * self._trained_head
+        # The fp32 buffer of one layer meets the activations of those before it: its own are gone by then.
+        own = batch.micro_batch_tokens * kept_per_token(model, self.layout.tensor)
+        reduction = max(0, 4 * self._trained_layer - own)
+        moments = {
+            "backward of the layers": (
+                *accumulated,
+                self._item("gathered units", c * (self._root + self._in_flight * self._layer)),
+                self._item("activations", layers + whole),
+                self._item("gradients on their way", head_gradient + c * self._trained_layer + reduction),
+            ),
+            "backward of the embedding": (
+                gradients,
+                self._item("gathered units", c * self._root),
+                self._item("gradients on their way", c * self._trained_root + head_gradient + 4 * self._trained_layer),
+            ),
+            "reduction of the root": (
+                gradients,
+                self._item(
+                    "gradients on their way", (c + 4) * self._trained_root + 4 * self._trained_root // self._shards
+                ),
+            ),
+            "optimizer step": (gradients, self._item("AdamW's temporaries", self.trained)),
+        }
+        if model.has_head:
+            chunks = 2 if batch.micro_batch_responses > LOGIT_CHUNK else 1  # a chunk's gradient beside the sum so far
+            logits = min(LOGIT_CHUNK, batch.micro_batch_responses) * model.decoder.vocabulary
+            moments["backward of the head"] = (
+                *accumulated,
+                self._item("gathered units", c * (self._root + (self._in_flight - 1) * self._layer)),
+                self._item("activations", layers),
+                self._item("logits", logits * (UPDATE_LOGIT_BYTES + c)),
+                self._item("gradients on their way", chunks * head_gradient),
+            )
+        return moments
+
+    def activations(self) -> tuple[int, int]:
+        """Bytes that wait for the backward pass, and bytes while one layer is in it."""
+        decoder, tokens, c = self.model.decoder, self.batch.micro_batch_tokens, self.model.compute_bytes
+        outside = (4 + 4 * c) * decoder.hidden  # final norm, embeddings, and the rows that predict responses
+        layers = tokens * (decoder.layers * kept_per_token(self.model, self.layout.tensor) + outside)
+        again = 0
+        if self.model.checkpointing in ("full", "selective"):
+            again = saved_per_token(decoder, c, self.layout.tensor)
+        return layers, tokens * (again + c * (2 * decoder.hidden + decoder.inner // self.layout.tensor))
+
+    # ---- rollout -----------------------------------------------------------------------------------------------------
+
+    def rollout(self, sizes: BatchSizes, sampling: str) -> dict[str, tuple[Item, ...]]:
+        """The points of a rollout at which memory may be highest; all rows are sampled together.
+
+        Args:
+            sizes: The batches.
+            sampling: A key of ``SAMPLE_BYTES``.
+        """
+        decoder, c, generating = self.model.decoder, self.model.compute_bytes, self.place.generating
+        rows = self.batch.rows[1]
+        if not same_grid(self.layout, generating):
+            rows = -(-sizes.rollout_batch_size // generating.data_size) * sizes.samples_per_prompt
+        running = running_per_token(decoder, c, generating.tensor)
+        weights = self._item("rollout weights", self.rollout_weights)
+        return {
+            RESHARDING: (weights, self._item("buckets", 2 * min(BUCKET_BYTES, max(self.received)))),
+            "prefill": (
+                weights,
+                self._item("key-value cache", self.cache(rows * sizes.prompt_tokens)),
+                self._item("activations", rows * sizes.prompt_tokens * running),
+            ),
+            "last token": (
+                weights,
+                self._item("key-value cache", self.cache(rows * sizes.row_tokens)),
+                self._item("logits", rows * decoder.vocabulary * (SAMPLE_BYTES[sampling] + c)),
+            ),
+        }
+
+    @cached_property
+    def received(self) -> list[int]:
+        """Bytes that each rank receives on the way to the rollout."""
+        return received_bytes(self.model, self.place)
+
+    @cached_property
+    def rollout_weights(self) -> int:
+        """Bytes of the rollout's weights, in the compute dtype, less what a rank has just so already."""
+        return max(rollout_bytes(self.model, self.place))
+
+    def cache(self, tokens: int) -> int:
+        """Bytes of keys and values: 2 x layers x kv heads x head dim x tokens x c."""
+        decoder = self.model.decoder
+        kv_heads = -(-decoder.kv_heads // self.place.generating.tensor)
+        return 2 * decoder.layers * kv_heads * decoder.head_dim * tokens * self.model.compute_bytes
+
+    # ---- sizes of units ----------------------------------------------------------------------------------------------
+
+    @property
+    def _shards(self) -> int:
+        return self.layout.shards * self.layout.expert
+
+    @property
+    def _in_flight(self) -> int:
+        """Layers that are gathered at once."""
+        return 2 if self._shards > 1 else 1
+
+    @cached_property
+    def _units(self) -> dict[int | None, tuple[int, int]]:
+        """Elements of each unit while it is gathered, and of its trained part."""
+        units: dict[int | None, tuple[int, int]] = {None: (0, 0)}
+        for parameter in self.model.parameters:
+            numel = numel_on(parameter, self.place.gathered(parameter), self.layout.ranks[0])
+            all_of_it, trained = units.get(parameter.layer, (0, 0))
+            units[parameter.layer] = (all_of_it + numel, trained + numel * parameter.trained)
+        return units
+
+    @property
+    def _root(self) -> int:
+        return self._units[None][0]
+
+    @property
+    def _trained_root(self) -> int:
+        return self._units[None][1]
+
+    @property
+    def _layer(self) -> int:
+        return max((unit[0] for layer, unit in self._units.items() if layer is not None), default=0)
+
+    @property
+    def _trained_layer(self) -> int:
+        return max((unit[1] for layer, unit in self._units.items() if layer is not None), default=0)
+
+    @property
+    def _trained_head(self) -> int:
+        """Elements of a trained head, tied or not."""
+        vocabulary = self.model.decoder.vocabulary * self.model.decoder.hidden
+        return vocabulary if self.model.has_head and self._trained_root >= vocabulary else 0
+
+    def _held(self, wanted: Callable[[ParameterShape], bool]) -> int:
+        rank = self.layout.ranks[0]
+        return sum(
+            numel_on(parameter, self.place.held(parameter), rank) * parameter.itemsize
+            for parameter in self.model.parameters
+            if wanted(parameter)
+        )
+
+    def _item(self, what: str, size: int) -> Item:
+        return Item(self.model.role, what, size)

@@ -1,0 +1,417 @@
+"""The formulas for memory against the bytes that models, gradients and optimizers really take."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_verl import Actor, Critic, HybridStrategy, Reference, SamplingParams
+from lightning_verl.data.experience import RolloutBatch
+from lightning_verl.models.logprobs import logprobs_from_hidden
+from lightning_verl.parallel.checkpointing import apply_activation_checkpointing
+from lightning_verl.planning.batch import BatchSizes, RoleBatch
+from lightning_verl.planning.memory import (
+    LOGIT_CHUNK,
+    SAMPLE_BYTES,
+    SCORE_LOGIT_BYTES,
+    UPDATE_LOGIT_BYTES,
+    RoleMemory,
+    kept_per_token,
+    running_per_token,
+    saved_per_token,
+)
+from lightning_verl.planning.model import Decoder, describe
+from lightning_verl.planning.shards import Placement, numel_on, received_bytes, rollout_bytes
+from lightning_verl.rollout.sampling import sample_tokens
+from lightning_verl.strategies.layout import RoleLayout, resolve_layouts
+from lightning_verl.strategies.mesh import DeviceMesh
+from lightning_verl.strategies.precision import HybridPrecision
+from lightning_verl.testing import char_tokenizer, run_ranks, tiny_config, tiny_model
+
+LORA = {"r": 4, "target_modules": ["q_proj", "down_proj"]}
+SIZES = BatchSizes(
+    rollout_batch_size=8,
+    update_batch_size=4,
+    samples_per_prompt=2,
+    epochs=1,
+    max_tokens_per_micro_batch=64,
+    prompt_tokens=8,
+    response_tokens=8,
+)
+
+
+class Peak(TorchDispatchMode):
+    """Counts the bytes of all storages that operations make and that are alive. Views of others count once more."""
+
+    def __init__(self, known: Any = ()) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._alive = {tensor.untyped_storage()._cdata: None for tensor in known}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self._alive:
+                self._count(tensor.untyped_storage())
+        self.most = max(self.most, self.now)
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+
+        def gone(_: Any) -> None:
+            self.now -= size
+            del self._alive[key]
+
+        self.now += size
+        self._alive[key] = weakref.ref(storage, gone)
+
+
+class Saved:
+    """Counts the bytes that autograd keeps, each storage once."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._known = {tensor.untyped_storage()._cdata for tensor in [*module.parameters(), *module.buffers()]}
+        self._kept: dict[int, Tensor] = {}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
+
+    def __enter__(self) -> Saved:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._hooks.__exit__(kind, error, trace)
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage()._cdata not in self._known:
+            self._kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    @property
+    def bytes(self) -> int:
+        """All of it."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._kept.values())
+
+
+# ---- activations, logits, sampling -----------------------------------------------------------------------------------
+
+
+def saved_by_one_layer(family: Any, dtype: torch.dtype, tokens: Tensor) -> int:
+    """Bytes that one more decoder layer keeps."""
+    saved = []
+    for layers in (1, 2):
+        model = tiny_model(family, num_hidden_layers=layers).to(dtype)
+        with Saved(model) as kept:
+            output = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        assert output.requires_grad
+        saved.append(kept.bytes)
+    return saved[1] - saved[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_what_a_layer_keeps_is_counted_to_the_byte(family: Any, dtype: torch.dtype) -> None:
+    tokens = torch.randint(3, 128, (2, 32))
+    expected = saved_per_token(Decoder.of(tiny_model(family)), dtype.itemsize, 1)
+    # h 64, q 64, k 32, m 128, 4 heads, in fp32: 24 x 64 + 8 + 4 x 192 + 16 + 16 x 128 = 4376; the norms of Qwen3 add
+    # 8 x 96 + 4 x 6 = 792.
+    if dtype == torch.float32:
+        assert expected == {"llama": 4376, "qwen2": 4376, "qwen3": 5168}[family]
+    assert saved_by_one_layer(family, dtype, tokens) == expected * tokens.numel()
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_what_a_checkpointed_layer_keeps(mode: Any) -> None:
+    # full: 4 x 64 = 256; selective: 4 x (2 x 64 + 64 + 128) + 16 = 1296
+    tokens = torch.randint(3, 128, (2, 32))
+    alive = []
+    for layers in (2, 3):
+        model = tiny_model("llama", num_hidden_layers=layers)
+        apply_activation_checkpointing(model, mode)
+        with Peak([*model.parameters(), *model.buffers()]) as peak:
+            output = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+            alive.append(peak.now)
+        assert output.requires_grad
+    actor = Actor(tiny_model("llama"), activation_checkpointing=mode)
+    expected = kept_per_token(describe(actor, HybridPrecision(), mode), 1)
+    assert expected == {"full": 256, "selective": 1296}[mode]
+    assert alive[1] - alive[0] == expected * tokens.numel()
+
+
+def test_a_pass_without_gradients() -> None:
+    tokens = torch.randint(3, 128, (2, 32))
+    model = tiny_model("llama", num_hidden_layers=4)
+    with torch.no_grad(), Peak([*model.parameters(), *model.buffers()]) as peak:
+        model.base_model(input_ids=tokens, use_cache=False)
+    assert peak.most / tokens.numel() == pytest.approx(running_per_token(Decoder.of(model), 4, 1), rel=0.1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_logits_of_a_chunk(dtype: torch.dtype, temperature: float) -> None:
+    vocabulary, chunk = 512, 64
+    weight = torch.randn(vocabulary, 4, dtype=dtype, requires_grad=True)
+    hidden = torch.randn(2 * chunk, 4, dtype=dtype, requires_grad=True)
+    targets = torch.randint(0, vocabulary, (2 * chunk,))
+    score = partial(logprobs_from_hidden, hidden, weight, targets, temperature, chunk_size=chunk)
+    with torch.no_grad(), Peak() as scoring:
+        score()
+    copies = 1 if (dtype, temperature) == (torch.float32, 1.0) else 2
+    planned = copies * SCORE_LOGIT_BYTES + dtype.itemsize
+    assert scoring.most / (chunk * vocabulary) == pytest.approx(planned, rel=0.05)
+    with Peak() as update:
+        score(with_entropy=True)[0].sum().backward()
+    assert update.most / (chunk * vocabulary) == pytest.approx(UPDATE_LOGIT_BYTES + dtype.itemsize, rel=0.05)
+
+
+def test_the_chunk_is_the_one_of_the_models() -> None:
+    assert logprobs_from_hidden.__kwdefaults__["chunk_size"] == LOGIT_CHUNK
+
+
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        ("greedy", SamplingParams(temperature=0.0)),
+        ("sampled", SamplingParams()),
+        ("sampled", SamplingParams(top_k=20)),
+        ("top_p", SamplingParams(top_p=0.9)),
+    ],
+)
+def test_sampling_a_token(kind: str, params: SamplingParams) -> None:
+    logits = torch.randn(32, 1024)
+    with torch.no_grad(), Peak() as peak:
+        scores = logits.to(torch.float32, copy=True)  # generate's copy
+        tokens, _ = sample_tokens(scores, params, torch.rand(32, dtype=torch.float64))
+        torch.full_like(scores, -torch.inf).scatter(-1, tokens[:, None], 0.0)
+    assert peak.most / logits.numel() == pytest.approx(SAMPLE_BYTES[kind], rel=0.05)
+
+
+# ---- parameters, gradients, optimizer state --------------------------------------------------------------------------
+
+
+def rows() -> RolloutBatch:
+    return RolloutBatch(
+        input_ids=torch.randint(3, 100, (2, 6), generator=torch.Generator().manual_seed(1)),
+        prompt_lengths=torch.full((2,), 3),
+        response_lengths=torch.full((2,), 3),
+        rollout_logprobs=torch.zeros(2, 3),
+        group_ids=torch.arange(2),
+        truncated=torch.zeros(2, dtype=torch.bool),
+        prompt_texts=[""] * 2,
+        response_texts=[""] * 2,
+        fields=[{}] * 2,
+    )
+
+
+def local_bytes(tensor: Tensor | None) -> int:
+    """Bytes that lie on this rank."""
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return 0 if part is None else part.nbytes
+
+
+def planned_and_real(
+    role: str, precision: Any, vocabulary: int, lora: bool, options: Mapping[str, Any]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """What is planned for this rank and what is there after one step: parameters, gradients, optimizer state."""
+    fabric = Fabric(accelerator="cpu", strategy=HybridStrategy(**options), precision=precision)
+    fabric.launch()
+    kind = {"actor": Actor, "critic": Critic, "reference": Reference}[role]
+    adapter = {"lora_config": LORA} if lora else {}
+    module = kind(tiny_model("qwen3", vocab_size=vocabulary, num_key_value_heads=4), **adapter)
+    plugin = fabric.strategy.hybrid_precision
+    model = describe(plugin.convert_module(module), plugin)
+    place = Placement(fabric.strategy.layout(role))
+    held = [(p, p.itemsize * numel_on(p, place.held(p), fabric.global_rank)) for p in model.parameters]
+    trained = sum(size for parameter, size in held if parameter.trained)
+    planned = {"parameters": sum(size for _, size in held), "gradients": trained, "optimizer": 2 * trained}
+
+    optimizer = module.configure_optimizers() if role != "reference" else torch.optim.SGD(module.parameters())
+    wrapped, optimizer = fabric.setup(module, optimizer)
+    real = dict.fromkeys(planned, 0)
+    if role != "reference":
+        result = wrapped(rows())
+        fabric.backward((result[0] if role == "actor" else result).sum())
+        real["gradients"] = sum(local_bytes(parameter.grad) for parameter in module.parameters())
+        optimizer.step()
+        states = optimizer.state.values()
+        real["optimizer"] = sum(local_bytes(state[key]) for state in states for key in ("exp_avg", "exp_avg_sq"))
+    real["parameters"] = sum(local_bytes(parameter) for parameter in module.parameters())
+    return planned, real
+
+
+FOUR: dict[str, Any] = {"mesh_shape": (2, 2, 1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "role", "precision", "vocabulary", "lora", "options"),
+    [
+        (1, "actor", "32-true", 128, False, {}),
+        (1, "actor", "bf16-mixed", 128, True, {}),
+        (2, "actor", "bf16-mixed", 129, False, {}),
+        (2, "reference", "bf16-mixed", 128, False, {"parallelism_config": {"reference": {"dp": 1}}}),
+        (4, "actor", "bf16-mixed", 131, False, FOUR),
+        (4, "actor", "32-true", 128, True, FOUR),
+        (4, "actor", "bf16-true", 128, False, {"parallelism_config": {"actor": {"dp": 2, "replicate": True}}}),
+        (4, "critic", "bf16-mixed", 129, False, {**FOUR, "parallelism_config": {"critic": {"dp": 4}}}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:precision='bf16-true'")
+def test_every_rank_holds_what_is_planned(
+    ranks: int, role: str, precision: Any, vocabulary: int, lora: bool, options: Mapping[str, Any]
+) -> None:
+    results = run_ranks(planned_and_real, ranks, role, precision, vocabulary, lora, options)
+    for planned, real in results:
+        assert planned == real
+    assert results[0][0]["parameters"] > 0
+
+
+def resharding(precision: Any, options: Mapping[str, Any]) -> tuple[list[int], list[int], int, int]:
+    """What is planned for the way to the rollout, on all ranks, and what it was on this one: received and made."""
+    fabric = Fabric(accelerator="cpu", strategy=HybridStrategy(**options), precision=precision)
+    fabric.launch()
+    strategy, tokenizer = fabric.strategy, char_tokenizer()
+    actor = Actor(tiny_model("qwen3", vocab_size=len(tokenizer), num_key_value_heads=4), tokenizer=tokenizer)
+    model = describe(strategy.hybrid_precision.convert_module(actor), strategy.hybrid_precision)
+    place = Placement(strategy.layout("actor"), strategy.layout("rollout"))
+    wrapped = fabric.setup_module(actor)
+    with strategy.rollout(wrapped):
+        report = strategy.reshard_report
+    return (
+        received_bytes(model, place),
+        rollout_bytes(model, place),
+        report.received_bytes,
+        report.received_bytes + report.copied_bytes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "precision", "options"),
+    [
+        (2, "32-true", {"hybrid_engine_config": {"rollout_tp": 2}}),
+        (4, "bf16-mixed", FOUR),
+        (4, "32-true", {**FOUR, "hybrid_engine_config": {"rollout_tp": 4}}),
+    ],
+)
+def test_every_rank_receives_and_makes_what_is_planned(ranks: int, precision: Any, options: Mapping[str, Any]) -> None:
+    for rank, (received, made, really_received, really_made) in enumerate(
+        run_ranks(resharding, ranks, precision, options)
+    ):
+        assert (received[rank], made[rank]) == (really_received, really_made)
+        assert made[rank] > 0
+
+
+def test_an_uneven_vocabulary_by_hand() -> None:
+    # 129 rows over 2 shards: 65 and 64; FSDP2 allocates 65 on both, so the first rank's number is planned for all.
+    embedding = next(p for p in model_of().parameters if p.rollout_cut and p.rollout_cut.vocabulary)
+    place = Placement(RoleLayout("actor", 1, 2, 1, (0, 1)))
+    assert [numel_on(embedding, place.held(embedding), rank) for rank in (0, 1)] == [65 * 64, 64 * 64]
+
+
+def model_of(precision: str = "32-true", lora: bool = False, **overrides: Any) -> Any:
+    """The shapes of a tiny actor: embedding and head of 129 x 64."""
+    plugin = HybridPrecision(precision)
+    adapter = {"lora_config": LORA} if lora else {}
+    module = Actor(tiny_config("qwen3", **{"vocab_size": 129, **overrides}), **adapter)
+    return describe(plugin.convert_module(module), plugin)
+
+
+# ---- the rollout -----------------------------------------------------------------------------------------------------
+
+
+def placed(world: int, mesh: tuple[int, int, int, int], tensor: int) -> Placement:
+    layouts = resolve_layouts(world, DeviceMesh(mesh), {}, {"rollout_tp": tensor})
+    return Placement(layouts["actor"], layouts["rollout"])
+
+
+def test_rollout_weights_and_what_has_to_move_by_hand() -> None:
+    # A layer: q 64x64, k and v 32x64, o 64x64, gate, up and down 128x64 = 36,864, and norms of 64+64+16+16 = 160. Two
+    # of them, embedding and head of 128x64 = 8,192 each, and a norm of 64: 73,728 + 384 + 16,384.
+    model = model_of(vocab_size=128)
+    memory = RoleMemory(model, placed(4, (2, 2, 1, 1), 2), RoleBatch.of(SIZES, 2))
+    # Held in fp32 on rank 0: matrices over 2 shards x 2 tensor ranks, the others over the shards.
+    assert memory.parameters == 4 * (73_728 // 4 + 384 // 2 + 16_384 // 2)
+    assert memory.optimizer == 2 * memory.parameters
+    # The rollout's tensor axis cuts embedding and head too; norms are whole.
+    assert memory.rollout_weights == 4 * (73_728 // 2 + 384 + 16_384 // 2)
+    # Rank 0 has half of its matrices, half of the norms, and of the vocabulary the half that it wants; rank 1 has the
+    # same half of the vocabulary and wants the other.
+    received = received_bytes(model, memory.place)
+    assert received[0] == 4 * (73_728 // 4 + 384 // 2)
+    assert received[1] == 4 * (73_728 // 4 + 384 // 2 + 16_384 // 2)
+    assert sorted(received[:2]) == sorted(received[2:])
+
+
+def test_a_rollout_in_the_layout_and_dtype_of_training_takes_nothing() -> None:
+    one = placed(1, (1, 1, 1, 1), 1)
+    assert RoleMemory(model_of(), one, RoleBatch.of(SIZES, 1)).rollout_weights == 0
+    # bf16 beside fp32 masters is a copy of all 90,496 + 128 elements; an adapter is merged into a copy of its targets,
+    # q_proj and down_proj of two layers: 2 x (64 x 64 + 64 x 128).
+    assert RoleMemory(model_of("bf16-mixed"), one, RoleBatch.of(SIZES, 1)).rollout_weights == 2 * 90_624
+    assert RoleMemory(model_of(lora=True), one, RoleBatch.of(SIZES, 1)).rollout_weights == 4 * 2 * 12_288
+
+
+def test_a_finer_rollout_finds_its_shards_in_place() -> None:
+    # fsdp4 -> tp4: the shards lie along the dims that the rollout cuts, only norms (384 elements, a quarter is there)
+    # move, and Placement cuts o_proj and down_proj along dim 1 for it.
+    model = model_of(vocab_size=128, num_key_value_heads=4)
+    place = placed(4, (4, 1, 1, 1), 4)
+    down = next(p for p in model.parameters if p.name.endswith("down_proj.weight"))
+    assert place.held(down).region(down.shape, 1) == (((0, 64),), ((32, 64),))
+    assert received_bytes(model, place) == [4 * 384 * 3 // 4] * 4
+
+
+def test_the_cache_by_hand() -> None:
+    # 8 prompts x 2 samples over 2 copies of the model: 8 rows of up to 16 tokens; 2 x 2 layers x 1 of 2 kv heads x 16
+    memory = RoleMemory(model_of(), placed(4, (2, 2, 1, 1), 2), RoleBatch.of(SIZES, 2))
+    items = {item.what: item.bytes for item in memory.rollout(SIZES, "greedy")["last token"]}
+    assert items["key-value cache"] == 2 * 2 * 1 * 16 * (8 * 16) * 4
+    assert items["logits"] == 8 * 129 * (12 + 4)
+    buckets = {item.what: item.bytes for item in memory.rollout(SIZES, "greedy")["resharding"]}["buckets"]
+    assert buckets == 2 * max(received_bytes(memory.model, memory.place))
+    prefill = {item.what: item.bytes for item in memory.rollout(SIZES, "greedy")["prefill"]}
+    assert prefill["key-value cache"] == items["key-value cache"] // 2
+    assert prefill["activations"] == 8 * 8 * 4 * (4 * 64 + 3 * 64)
+
+
+# ---- the update ------------------------------------------------------------------------------------------------------
+
+
+def test_the_moments_of_an_update_by_hand() -> None:
+    # One rank, fp32, 129 x 64 = 8,256 elements in embedding and in head, 37,024 in a layer, 16,576 in the root.
+    memory = RoleMemory(model_of(), placed(1, (1, 1, 1, 1), 1), RoleBatch.of(SIZES, 1))
+    assert (memory.batch.micro_batches, memory.batch.micro_batch_tokens) == (2, 64)
+    moments = {name: {item.what: item.bytes for item in items} for name, items in memory.update().items()}
+    everything = 4 * (2 * 37_024 + 16_576)
+    assert {moment["gradients"] for moment in moments.values()} == {everything}
+    assert moments["optimizer step"]["AdamW's temporaries"] == everything
+    layers = moments["backward of the layers"]
+    assert layers["gathered units"] == 4 * (16_576 + 37_024)
+    # The 8,256 of the head, a layer, and nothing for its reduction: a layer's 330,752 bytes of activations are gone.
+    assert layers["gradients on their way"] == 4 * 8_256 + 4 * 37_024
+    assert 64 * 5_168 == 330_752 > 4 * 37_024
+    # 64 tokens: two layers of 5,168, then 20 x 64 around them, and 4 x (2 x 64 + 128) in flight.
+    assert layers["activations"] == 64 * (2 * 5_168 + 20 * 64 + 4 * 256)
+    assert moments["backward of the head"]["logits"] == 20 * 32 * 129
+    assert moments["reduction of the root"]["gradients on their way"] == (4 + 4 + 4) * 16_576
+
+
+def test_one_micro_batch_has_no_gradients_until_its_end() -> None:
+    sizes = BatchSizes(8, 4, 2, 1, 10_000, 8, 8)
+    memory = RoleMemory(model_of(), placed(1, (1, 1, 1, 1), 1), RoleBatch.of(sizes, 1))
+    moments = {name: {item.what for item in items} for name, items in memory.update().items()}
+    assert {name for name, items in moments.items() if "gradients" in items} == {
+        "backward of the embedding",
+        "reduction of the root",
+        "optimizer step",
+    }
