@@ -104,9 +104,9 @@ def scripted_accuracy() -> tuple[float, bool]:
     tokenizer = task_tokenizer()
     actor = Actor(tiny_model("qwen3", vocab_size=len(tokenizer), num_hidden_layers=1), tokenizer=tokenizer)
     engine = _ScriptedEngine(actor)
-    actor._engine = engine  # type: ignore[assignment]
     dataflow = HybridDataFlow(actor=actor)
     dataflow.setup(fabric)
+    actor._engine = engine  # type: ignore[assignment]
     answers = {"1>": "1", "4>": "1", "7>": "2", "2>": "2", "9>": "1"}
     rows = [{"prompt": prompt, "answer": answer} for prompt, answer in answers.items()]
     accuracy = greedy_accuracy(dataflow, rows, max_new_tokens=3)

@@ -114,7 +114,8 @@ class DeviceLoader(Iterator[PromptBatch]):
         started = time.perf_counter()
         try:
             self._fill()
-            fetched = self._ahead.popleft().result()
+            fetched = self._ahead[0].result()  # it stays in the queue: an interrupted wait must still know of it
+            self._ahead.popleft()
         except BaseException:
             self._rewind(self._state)  # what was fetched behind the failed batch must not be passed over
             raise
