@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric import Fabric
 from transformers import PretrainedConfig, Qwen2Config
 
@@ -185,10 +186,7 @@ def measure(case: Case, config: TrainConfig, ranks: int) -> dict[str, float]:
     rows = [{"prompt": f"{number:0{case.prompt_tokens - 1}d}"} for number in range(2 * case.prompts)]
     data = AsyncRolloutDataset(rows, tokenizer=flow.tokenizer, max_prompt_length=case.prompt_tokens)
     sizes = {"rollout_batch_size": case.prompts, "update_batch_size": config.batch.update_batch_size}
-    try:
-        return RLTrainer(fabric, flow, algorithm, data, sampling=config.sampling, **sizes).fit(2)
-    finally:
-        strategy.teardown()
+    return RLTrainer(fabric, flow, algorithm, data, sampling=config.sampling, **sizes).fit(2)
 
 
 def save(path: Path, new: Sequence[Comparison], device: str) -> None:
@@ -231,12 +229,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         PAGE.write_text(page(RESULTS))
         return
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    results = [line for case in (TINY if given.tiny else CASES) for line in run(case, ranks)]
-    if os.environ.get("RANK", "0") == "0":
-        on_cuda = torch.cuda.is_available()
-        save(given.output, results, torch.cuda.get_device_name() if on_cuda else "cpu")
-        for line in results:
-            print(line, line.error)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    results: list[Comparison] = []
+    for case in TINY if given.tiny else CASES:
+        results += run(case, ranks)
+        if os.environ.get("RANK", "0") == "0":
+            save(given.output, results, device)  # after each case: a later one may not fit
+            print(*(f"{line} {line.error}" for line in results if line.case == case.name), sep="\n", flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -79,6 +79,8 @@ class Result:
     work: Work
     runs: list[Run]
     torch: str
+    note: str = ""
+    """What else a reader should know of the run."""
 
     def efficiency(self, algorithm: str) -> float:
         """Tokens a second and rank on all ranks, over those on one."""
@@ -159,7 +161,7 @@ def measure(options: argparse.Namespace) -> Result:
                 entry = json.loads(part.read_text())
                 device = entry.pop("device")
                 runs.append(Run(**entry))
-    return Result(device, options.model, _work(options.model), runs, torch.__version__)
+    return Result(device, options.model, _work(options.model), runs, torch.__version__, options.note)
 
 
 def _work(model: str) -> Work:
@@ -185,7 +187,7 @@ def page(result: Result) -> str:
         f"{work.prompts} "
         f"prompts, {work.samples} samples of each and at most {work.response_tokens} tokens a response, on one rank "
         f"as on "
-        f"two. Rollouts by the transformers engine. Measured with `{COMMAND}`.",
+        f"two. Rollouts by the transformers engine. Measured with `{COMMAND}`. {result.note}".rstrip(),
         "",
         "| algorithm | ranks | seconds a step | response tokens a second and rank | weak scaling efficiency |",
         "|---|---|---|---|---|",
@@ -203,6 +205,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--table-only", action="store_true", help="measure nothing, only write the page again")
     parser.add_argument("--model", choices=("0.5B", "tiny"), default="0.5B", help="what is trained")
     parser.add_argument("--steps", type=int, default=3, help="steps of each run; the first does not count")
+    parser.add_argument("--note", default="", help="a sentence for the page, on the circumstances of the run")
     parser.add_argument("--worker", choices=ALGORITHMS, help=argparse.SUPPRESS)
     return parser
 
