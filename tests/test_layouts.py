@@ -84,6 +84,13 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
+AS_PRINTED: dict[str, Any] = {
+    "mesh_shape": (2, 2, 1, 1),
+    "parallelism_config": {"actor": {"tp": 2, "dp": 2}, "critic": {"tp": 1, "dp": 4}, "reward": {"dp": 1}},
+    "hybrid_engine_config": {"rollout_tp": 2, "offload_to_cpu": False},
+}
+
+
 @pytest.fixture(scope="module")
 def one_process() -> dict[str, Recorder]:
     return {algorithm: run_ranks(first_steps, 1, algorithm)[0] for algorithm in ("grpo", "ppo")}
@@ -94,9 +101,16 @@ def one_process() -> dict[str, Recorder]:
 def test_the_first_steps_are_the_same(
     one_process: dict[str, Recorder], algorithm: str, ranks: int, options: dict[str, Any]
 ) -> None:
-    alone = one_process[algorithm]
+    compare(one_process[algorithm], run_ranks(first_steps, ranks, algorithm, **options))
+
+
+def test_four_processes_with_a_layout_for_every_role(one_process: dict[str, Recorder]) -> None:
+    compare(one_process["ppo"], run_ranks(first_steps, 4, "ppo", **AS_PRINTED))
+
+
+def compare(alone: Recorder, recorders: list[Recorder]) -> None:
     assert len(alone.tokens) == STEPS
-    for recorder in run_ranks(first_steps, ranks, algorithm, **options):
+    for recorder in recorders:
         assert recorder.tokens == alone.tokens
         assert len(recorder.resharded) == STEPS
         for one, other in zip(alone.metrics, recorder.metrics, strict=True):

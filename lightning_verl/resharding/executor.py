@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_verl.resharding.planner import Region, TensorPlan, Transfer, local_shape, local_slices, split
+from lightning_verl.resharding.planner import Region, TensorPlan, Transfer, local_shape, local_slices, split, volume
 
 BUCKET_BYTES = 256 * 2**20
 """Most bytes that one bucket sends and receives on a rank, taken together."""
@@ -33,6 +34,18 @@ class Move:
 
 
 @dataclass(frozen=True)
+class GroupTraffic:
+    """What parameters of one kind, over all layers, cost this rank."""
+
+    name: str
+    """Their name without the number of the layer."""
+    wanted_bytes: int
+    """What this rank wants of them."""
+    received_bytes: int
+    """What of that comes from other ranks; 0 where update and rollout shards agree."""
+
+
+@dataclass(frozen=True)
 class ReshardReport:
     """What one resharding cost on this rank."""
 
@@ -46,6 +59,8 @@ class ReshardReport:
     """What needed neither: the result is the source tensor."""
     buffer_bytes: int
     """Memory of the buckets, in use only meanwhile."""
+    groups: tuple[GroupTraffic, ...]
+    """By kind of parameter, what travels; it is the same at every resharding."""
 
     @property
     def bytes_per_second(self) -> float:
@@ -152,7 +167,8 @@ class Resharder:
             for pieces in _fill_buckets(self._moves, bucket_bytes)
         ]
         self._wants = [_Want.of(name, move, self._rank) for name, move in self._moves.items()]
-        self._received = sum(move.plan.received(self._rank) * move.dtype.itemsize for move in moves.values())
+        self._groups = tuple(_traffic(self._moves, self._rank))
+        self._received = sum(group.received_bytes for group in self._groups)
 
     def run(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], ReshardReport]:
         """Move tensors (a collective call).
@@ -226,6 +242,7 @@ class Resharder:
             copied_bytes=made - self._received,
             aliased_bytes=everything - made,
             buffer_bytes=buffers,
+            groups=self._groups,
         )
 
 
@@ -310,6 +327,15 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy many tensors, casting them: one call, since the calls would take longer than the copies."""
     if targets:
         torch._foreach_copy_(targets, sources)
+
+
+def _traffic(moves: Mapping[str, Move], rank: int) -> Iterator[GroupTraffic]:
+    kinds: dict[str, list[Move]] = {}
+    for name, move in moves.items():
+        kinds.setdefault(re.sub(r"\.\d+(?=\.)", "", name), []).append(move)
+    for kind, members in kinds.items():
+        wanted = sum(volume(move.plan.needed(rank)) * move.dtype.itemsize for move in members)
+        yield GroupTraffic(kind, wanted, sum(move.plan.received(rank) * move.dtype.itemsize for move in members))
 
 
 def _fill_buckets(moves: Mapping[str, Move], limit: int) -> Iterator[list[_Piece]]:
