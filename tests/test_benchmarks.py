@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from benchmark_scripts import load_script
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "quickstart.py"
 VERSIONS = {"python": "3.11.1", "torch": "2.13.0", "transformers": "5.19.0", "lightning": "2.6.6"}
 
 
 @pytest.fixture
-def benchmark() -> Iterator[ModuleType]:
-    specification = importlib.util.spec_from_file_location("quickstart_benchmark", SCRIPT)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[module.__name__] = module  # dataclasses look their module up
-    specification.loader.exec_module(module)
-    yield module
-    del sys.modules[module.__name__]
+def benchmark() -> ModuleType:
+    return load_script("quickstart")
 
 
 def make_run(benchmark: ModuleType, algorithm: str, seed: int, after: float, **changes: Any) -> Any:

@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from benchmark_scripts import load_script
 
 from lightning_verl.testing import run_ranks
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "groups.py"
-
-
-def load_script() -> ModuleType:
-    specification = importlib.util.spec_from_file_location("groups_benchmark", SCRIPT)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[module.__name__] = module  # dataclasses look their module up
-    specification.loader.exec_module(module)
-    return module
-
 
 @pytest.fixture
-def benchmark() -> Any:
-    yield load_script()
-    del sys.modules["groups_benchmark"]
+def benchmark() -> ModuleType:
+    return load_script("groups")
 
 
 def _measure(output: Path) -> dict[str, tuple[float, float]]:
-    script = load_script()
+    script = load_script("groups")
     dist.init_process_group("gloo")
     sizes = script.Sizes(gathers=2, gather_mib=0.25, reduce_mib=0.125, repeats=3, warmup=1)
     result = script.measure(sizes, torch.device("cpu"))

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from argparse import Namespace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from benchmark_scripts import load_script
 
 from lightning_verl.testing import run_ranks
-
-SCRIPTS = Path(__file__).parents[1] / "benchmarks"
-
-
-def load_script(name: str) -> ModuleType:
-    specification = importlib.util.spec_from_file_location(f"{name}_benchmark", SCRIPTS / f"{name}.py")
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[module.__name__] = module  # dataclasses look their module up
-    specification.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("name", ["reshard", "scaling"])

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch.distributed as dist
-
-ROOT = Path(__file__).parents[1]
+from benchmark_scripts import load_script
 
 
 @pytest.fixture
-def benchmark() -> Iterator[ModuleType]:
-    specification = importlib.util.spec_from_file_location("plan_memory", ROOT / "benchmarks" / "plan_memory.py")
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[module.__name__] = module  # dataclasses look their module up
-    specification.loader.exec_module(module)
-    yield module
-    del sys.modules[module.__name__]
+def benchmark() -> ModuleType:
+    return load_script("plan_memory")
 
 
 def test_a_case_is_planned_and_run(benchmark: ModuleType) -> None:

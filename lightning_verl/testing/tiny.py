@@ -16,6 +16,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from lightning_verl.data.experience import RolloutBatch
+
 Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "gpt2"]
 
 _ROTARY: dict[str, type[PreTrainedConfig]] = {
@@ -91,3 +93,24 @@ def tiny_model(family: Family = "qwen3", *, seed: int = 0, **overrides: Any) -> 
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.eval()
     return model
+
+
+def tiny_rollouts(count: int = 4, *, vocabulary: int = 128) -> RolloutBatch:
+    """Return a batch of rows with a prompt of 3 and a response of 5 tokens each, the same every time.
+
+    Args:
+        count: Rows, each a group of its own.
+        vocabulary: Token ids are drawn from 3 on, below this.
+    """
+    generator = torch.Generator().manual_seed(1)
+    return RolloutBatch(
+        input_ids=torch.randint(3, vocabulary, (count, 8), generator=generator),
+        prompt_lengths=torch.full((count,), 3),
+        response_lengths=torch.full((count,), 5),
+        rollout_logprobs=torch.zeros(count, 5),
+        group_ids=torch.arange(count),
+        truncated=torch.zeros(count, dtype=torch.bool),
+        prompt_texts=[""] * count,
+        response_texts=[""] * count,
+        fields=[{}] * count,
+    )

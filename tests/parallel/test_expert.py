@@ -16,12 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from lightning_verl import Actor, HybridStrategy
 from lightning_verl.callbacks import NCCLGroupIsolation
-from lightning_verl.data.experience import RolloutBatch
 from lightning_verl.data.sharding import split
 from lightning_verl.parallel.expert import check_experts, dispatch_experts, expert_modules
 from lightning_verl.rollout.base import Rollouts
 from lightning_verl.rollout.sampling import SamplingParams
-from lightning_verl.testing import char_tokenizer, run_ranks, tiny_model
+from lightning_verl.testing import char_tokenizer, run_ranks, tiny_model, tiny_rollouts
 
 HIDDEN, EXPERTS = 64, 4
 
@@ -166,21 +165,6 @@ def launched(
     return fabric, strategy
 
 
-def some_rows() -> RolloutBatch:
-    generator = torch.Generator().manual_seed(1)
-    return RolloutBatch(
-        input_ids=torch.randint(3, 128, (4, 8), generator=generator),
-        prompt_lengths=torch.full((4,), 3),
-        response_lengths=torch.full((4,), 5),
-        rollout_logprobs=torch.zeros(4, 5),
-        group_ids=torch.arange(4),
-        truncated=torch.zeros(4, dtype=torch.bool),
-        prompt_texts=[""] * 4,
-        response_texts=[""] * 4,
-        fields=[{}] * 4,
-    )
-
-
 def layout_facts(mesh: tuple[int, int, int, int]) -> dict[str, Any]:
     isolation = NCCLGroupIsolation()
     fabric, strategy = launched(mesh)
@@ -189,7 +173,7 @@ def layout_facts(mesh: tuple[int, int, int, int]) -> dict[str, Any]:
     module = fabric.setup_module(actor)
     optimizer = fabric.setup_optimizers(torch.optim.SGD(actor.parameters(), lr=0.1))
     experts, gate = actor.model.model.layers[0].mlp.experts, actor.model.model.layers[0].mlp.gate
-    fabric.backward(module(some_rows())[0].sum())
+    fabric.backward(module(tiny_rollouts())[0].sum())
     norm = fabric.clip_gradients(module, optimizer, max_norm=1.0)
     again = fabric.clip_gradients(module, optimizer, max_norm=1e9)
     return {
@@ -217,7 +201,7 @@ def test_experts_and_the_rest_are_cut_over_their_own_axes(
 ) -> None:
     """4 experts over ep x tp, and dp; the router's 4 rows over dp x ep. The gradient norm is that of one process."""
     alone = Actor(tiny_model("qwen3_moe"))
-    alone(some_rows())[0].sum().backward()
+    alone(tiny_rollouts())[0].sum().backward()
     norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), 1.0).item()
     for facts in run_ranks(layout_facts, ranks, mesh):
         assert (facts["experts"], facts["router"], facts["names"]) == (experts, router, names)
@@ -233,7 +217,7 @@ def mixed_precision_facts(mesh: tuple[int, int, int, int] | None) -> dict[str, A
     module = fabric.setup_module(actor)
     seen: list[torch.dtype] = []
     actor.model.model.layers[0].mlp.experts.register_forward_hook(lambda m, args, out: seen.append(out.dtype))
-    logprobs, _ = module(some_rows())
+    logprobs, _ = module(tiny_rollouts())
     fabric.backward(logprobs.sum())
     facts = {
         "masters": {parameter.dtype for parameter in actor.parameters()},
@@ -340,7 +324,7 @@ def role_state(mesh: Any, number: int, seed: int) -> tuple[Fabric, dict[str, Any
 
 def step(fabric: Fabric, state: dict[str, Any]) -> None:
     """One step; every rank has all rows, so the mean over data ranks is the same for any number of them."""
-    fabric.backward(state["actor"](some_rows())[0].square().mean())
+    fabric.backward(state["actor"](tiny_rollouts())[0].square().mean())
     state["optimizer"].step()
     state["optimizer"].zero_grad()
 

@@ -14,12 +14,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from lightning_verl import Actor, HybridStrategy
-from lightning_verl.data.experience import RolloutBatch
 from lightning_verl.resharding.layouts import local_part
 from lightning_verl.resharding.sinks import MergedAdapter, merge, mergeable_adapters
 from lightning_verl.rollout.base import Rollouts
 from lightning_verl.rollout.sampling import SamplingParams
-from lightning_verl.testing import char_tokenizer, run_ranks, tiny_model
+from lightning_verl.testing import char_tokenizer, run_ranks, tiny_model, tiny_rollouts
 
 PROMPTS = [[1, 5, 6, 7], [1, 9], [1, 20, 30, 40, 50]]
 SAMPLING = SamplingParams(max_new_tokens=6, n=2, temperature=1.0, seed=3)
@@ -55,20 +54,6 @@ def whole(actor: Actor) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in state.items()}
 
 
-def rows() -> RolloutBatch:
-    return RolloutBatch(
-        input_ids=torch.randint(3, 128, (4, 8), generator=torch.Generator().manual_seed(1)),
-        prompt_lengths=torch.full((4,), 3),
-        response_lengths=torch.full((4,), 5),
-        rollout_logprobs=torch.zeros(4, 5),
-        group_ids=torch.arange(4),
-        truncated=torch.zeros(4, dtype=torch.bool),
-        prompt_texts=[""] * 4,
-        response_texts=[""] * 4,
-        fields=[{}] * 4,
-    )
-
-
 def check_view(strategy: HybridStrategy, actor: Actor, dtype: torch.dtype = torch.float32) -> None:
     """Every parameter in the rollout module is the slice of the trained one that its layout says, bit for bit."""
     reference = whole(actor)
@@ -93,7 +78,7 @@ def check_view(strategy: HybridStrategy, actor: Actor, dtype: torch.dtype = torc
 
 
 def train(fabric: Fabric, actor: Actor, module: Any, optimizer: Any) -> None:
-    fabric.backward(module(rows())[0].sum())
+    fabric.backward(module(tiny_rollouts())[0].sum())
     optimizer.step()
     optimizer.zero_grad()
 

@@ -15,30 +15,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_verl import Actor, Critic, HybridDataFlow, HybridStrategy, Reference
-from lightning_verl.data.experience import RolloutBatch
 from lightning_verl.strategies.precision import HybridPrecision
-from lightning_verl.testing import run_ranks, tiny_model
+from lightning_verl.testing import run_ranks, tiny_model, tiny_rollouts
 
 
 def launched(precision: Any = "32-true", **options: Any) -> Fabric:
     fabric = Fabric(accelerator="cpu", strategy=HybridStrategy(**options), precision=precision)
     fabric.launch()
     return fabric
-
-
-def rows(count: int = 4) -> RolloutBatch:
-    generator = torch.Generator().manual_seed(1)
-    return RolloutBatch(
-        input_ids=torch.randint(3, 128, (count, 8), generator=generator),
-        prompt_lengths=torch.full((count,), 3),
-        response_lengths=torch.full((count,), 5),
-        rollout_logprobs=torch.zeros(count, 5),
-        group_ids=torch.arange(count),
-        truncated=torch.zeros(count, dtype=torch.bool),
-        prompt_texts=[""] * count,
-        response_texts=[""] * count,
-        fields=[{}] * count,
-    )
 
 
 # ---- one process ---------------------------------------------------------------------------------------------------
@@ -108,7 +92,7 @@ def test_a_users_module_takes_the_place_of_a_role() -> None:
 def test_frozen_roles_get_no_gradient() -> None:
     fabric = launched()
     reference = fabric.setup_module(Reference(tiny_model()))
-    logprobs, _ = reference(rows())
+    logprobs, _ = reference(tiny_rollouts())
     assert not logprobs.requires_grad
     assert not any(parameter.requires_grad for parameter in reference.parameters())
 
@@ -152,7 +136,7 @@ def mixed_precision_facts() -> dict[str, Any]:
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(actor.parameters(), lr=1e-3))
     seen: list[torch.dtype] = []
     actor.model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda m, args, out: seen.append(out.dtype))
-    logprobs, _ = module(rows())
+    logprobs, _ = module(tiny_rollouts())
     fabric.backward(logprobs.sum())
     optimizer.step()
     states = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
@@ -250,7 +234,7 @@ def sharding_facts() -> dict[str, Any]:
     nn.init.normal_(critic.value_head.weight)
     optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)  # made before sharding
     module, optimizer = fabric.setup(critic, optimizer)
-    batch = rows()
+    batch = tiny_rollouts()
     with torch.no_grad():
         before = module(batch)
         for parameter in critic.parameters():
@@ -300,11 +284,11 @@ def isolation_facts() -> tuple[bool, float]:
         fabric.strategy.set_group(role, "tensor", group)
     actor, reference = fabric.setup_module(Actor(tiny_model())), fabric.setup_module(Reference(tiny_model()))
     with torch.no_grad():
-        actor(rows())
+        actor(tiny_rollouts())
     counts = {role: group._get_backend(torch.device("cpu")) for role, group in groups.items()}
     before = {role: backend._get_sequence_number_for_group() for role, backend in counts.items()}
     with torch.no_grad():
-        logprobs, _ = reference(rows())
+        logprobs, _ = reference(tiny_rollouts())
     after = {role: backend._get_sequence_number_for_group() for role, backend in counts.items()}
     return after["actor"] == before["actor"] and after["reference"] > before["reference"], float(logprobs.sum())
 
@@ -320,7 +304,7 @@ def clip_facts() -> tuple[float, float]:
     actor = Actor(tiny_model())
     module = fabric.setup_module(actor)
     optimizer = fabric.setup_optimizers(torch.optim.SGD(actor.parameters(), lr=0.1))
-    fabric.backward(module(rows())[0].sum())
+    fabric.backward(module(tiny_rollouts())[0].sum())
     norm = fabric.clip_gradients(module, optimizer, max_norm=1.0)
     clipped = fabric.clip_gradients(module, optimizer, max_norm=1e9)
     return float(norm), float(clipped)
@@ -328,7 +312,7 @@ def clip_facts() -> tuple[float, float]:
 
 def test_clipping_uses_the_one_true_norm_over_mixed_meshes() -> None:
     alone = Actor(tiny_model())
-    alone(rows())[0].sum().backward()
+    alone(tiny_rollouts())[0].sum().backward()
     expected = torch.nn.utils.clip_grad_norm_(alone.parameters(), 1.0).item()
     for norm, clipped in run_ranks(clip_facts, 2):
         assert norm == pytest.approx(expected, rel=1e-5)
@@ -340,7 +324,7 @@ def test_a_norm_that_is_not_finite_is_an_error() -> None:
     actor = Actor(tiny_model())
     module = fabric.setup_module(actor)
     optimizer = fabric.setup_optimizers(torch.optim.SGD(actor.parameters(), lr=0.1))
-    fabric.backward(module(rows())[0].sum() * float("nan"))
+    fabric.backward(module(tiny_rollouts())[0].sum() * float("nan"))
     with pytest.raises(RuntimeError, match="gradient norm is nan.*nothing was changed"):
         fabric.clip_gradients(module, optimizer, max_norm=1.0)
 

@@ -12,24 +12,8 @@ import torch
 from lightning.fabric import Fabric
 
 from lightning_verl import Actor, Critic, HybridStrategy
-from lightning_verl.data.experience import RolloutBatch
 from lightning_verl.strategies.checkpoint import CheckpointMismatchError, _SafeUnpickler
-from lightning_verl.testing import run_ranks, tiny_model
-
-
-def some_rows() -> RolloutBatch:
-    generator = torch.Generator().manual_seed(1)
-    return RolloutBatch(
-        input_ids=torch.randint(3, 128, (4, 8), generator=generator),
-        prompt_lengths=torch.full((4,), 3),
-        response_lengths=torch.full((4,), 5),
-        rollout_logprobs=torch.zeros(4, 5),
-        group_ids=torch.arange(4),
-        truncated=torch.zeros(4, dtype=torch.bool),
-        prompt_texts=[""] * 4,
-        response_texts=[""] * 4,
-        fields=[{}] * 4,
-    )
+from lightning_verl.testing import run_ranks, tiny_model, tiny_rollouts
 
 
 def roles(options: dict[str, Any], seed: int = 0) -> tuple[Fabric, dict[str, Any]]:
@@ -50,7 +34,7 @@ def held(fabric: Fabric) -> list[str]:
 def train(fabric: Fabric, state: dict[str, Any]) -> None:
     """One step on all rows; every rank has all of them, so the mean over data ranks is the same for any number."""
     for role in held(fabric):
-        output = state[role](some_rows())
+        output = state[role](tiny_rollouts())
         fabric.backward((output[0] if role == "actor" else output).square().sum())
         state[f"{role}_optimizer"].step()
         state[f"{role}_optimizer"].zero_grad()
@@ -59,7 +43,7 @@ def train(fabric: Fabric, state: dict[str, Any]) -> None:
 
 def figures(state: dict[str, Any]) -> list[torch.Tensor]:
     with torch.no_grad():
-        return [state["actor"](some_rows())[0], state["critic"](some_rows())]
+        return [state["actor"](tiny_rollouts())[0], state["critic"](tiny_rollouts())]
 
 
 def write(folder: str, options: dict[str, Any]) -> list[torch.Tensor]:
@@ -139,7 +123,7 @@ def write_apart(folder: str) -> dict[str, torch.Tensor]:
     fabric.save(folder, state)
     train(fabric, state)
     with torch.no_grad():
-        outputs = {role: state[role](some_rows()) for role in held(fabric)}
+        outputs = {role: state[role](tiny_rollouts()) for role in held(fabric)}
     return {role: output[0] if role == "actor" else output for role, output in outputs.items()}
 
 
