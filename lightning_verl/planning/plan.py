@@ -14,6 +14,7 @@ from lightning_verl.planning.batch import BatchSizes, RoleBatch
 from lightning_verl.planning.memory import RESHARDING, Item, Moment, Phase, RoleMemory
 from lightning_verl.planning.model import build_on_meta, describe, model_config
 from lightning_verl.planning.shards import Placement, same_grid
+from lightning_verl.planning.traffic import HOST_RANKS
 from lightning_verl.roles.actor import Actor
 from lightning_verl.roles.critic import Critic
 from lightning_verl.roles.reference import Reference
@@ -153,7 +154,7 @@ def _layouts(config: TrainConfig, world_size: int) -> dict[str, RoleLayout]:
         problems = layout_problems(world_size, strategy.mesh_shape, entries, engine)
         raise ConfigError("\n".join(problems or [refusal]))
     mesh = None if strategy.mesh_shape is None else DeviceMesh.of(strategy.mesh_shape)
-    return resolve_layouts(world_size, mesh, entries, engine)
+    return resolve_layouts(world_size, mesh, entries, engine, HOST_RANKS)
 
 
 def layout_problems(

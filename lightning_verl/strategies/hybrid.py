@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -151,7 +152,10 @@ class HybridStrategy(ModelParallelStrategy):
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
 
     def _resolve(self, world_size: int) -> None:
-        self._layouts = resolve_layouts(world_size, self.mesh, self._config, self._engine_config)
+        host = (
+            int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or self.num_processes
+        )  # torchrun says; else Fabric started them
+        self._layouts = resolve_layouts(world_size, self.mesh, self._config, self._engine_config, host)
 
     @property
     @override

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -199,6 +198,7 @@ def resolve_layouts(
     mesh: DeviceMesh | None,
     parallelism_config: Mapping[str, Mapping[str, Any]],
     engine: Mapping[str, Any],
+    host_ranks: int | None = None,
 ) -> dict[str, RoleLayout]:
     """Derive the layout of every role, and of the actor while it generates (``"rollout"``).
 
@@ -212,6 +212,7 @@ def resolve_layouts(
         mesh: The mesh, or None for one whose data axis is all ranks that no role claims.
         parallelism_config: Sizes for each role, checked by ``check_config``.
         engine: The hybrid engine's sizes, checked by ``check_config``.
+        host_ranks: Ranks of one host, which follow each other; None: all are on one.
 
     Raises:
         ValueError: The numbers do not fit; the message writes out the whole equation.
@@ -241,7 +242,7 @@ def resolve_layouts(
             f"HybridStrategy(hybrid_engine_config): update_dp={update_dp} differs from the actor's dp={actor.shards}. "
             "Leave update_dp out or make them agree."
         )
-    layouts["rollout"] = rollout_layout(actor, engine.get("rollout_tp", actor.tensor))
+    layouts["rollout"] = rollout_layout(actor, engine.get("rollout_tp", actor.tensor), host_ranks)
     return layouts
 
 
@@ -264,16 +265,18 @@ def _layout(role: str, mesh: DeviceMesh, ranks: tuple[int, ...], entry: Mapping[
     return RoleLayout(role, len(ranks) // part, shards, tensor, ranks, expert)
 
 
-def rollout_layout(actor: RoleLayout, tensor: int) -> RoleLayout:
+def rollout_layout(actor: RoleLayout, tensor: int, host_ranks: int | None = None) -> RoleLayout:
     """How the actor lies on its ranks while it generates: copies that are cut over ``tensor`` ranks only.
 
-    The order of the ranks lets each keep as much as it can of what it holds in the update layout: along the dim that
-    the tensor axis cuts, the tensor rank t and the shard s of S hold chunk ``t x S + s``, and the rollout shard that
-    contains this chunk (or that it contains) goes to that rank. Expert ranks stay what they are.
+    The tensor ranks of a copy communicate in every layer of every decode step, so they lie on one host wherever the
+    numbers allow. Within that, the order of the ranks lets each keep as much as it can of what it holds in the update
+    layout: along the dim that the tensor axis cuts, tensor rank t and shard s of S hold chunk ``t x S + s``, and the
+    rollout shard that contains this chunk (or that it contains) goes to that rank. Expert ranks stay what they are.
 
     Args:
         actor: The update layout.
         tensor: Ranks that cut one copy.
+        host_ranks: Ranks of one host, which follow each other; None: all are on one.
 
     Raises:
         ValueError: ``tensor`` does not divide the actor's ranks.
@@ -284,17 +287,39 @@ def rollout_layout(actor: RoleLayout, tensor: int) -> RoleLayout:
         raise ValueError(
             f"HybridStrategy: rollout_tp={tensor} does not divide the actor's {whole}; choose a divisor of {group}."
         )
-    copies = group // tensor
-    shards: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    for rank in actor.ranks:
-        replica, shard, expert, t = actor.coordinates(rank)
-        chunk = t * actor.shards + shard
-        # Replicas hold the same chunk, so where the rollout cuts finer they divide it among them.
-        shards.setdefault((expert, (chunk * actor.replicas + replica) // copies), []).append((replica, chunk, rank))
-    in_order = {place: [rank for _, _, rank in sorted(held)] for place, held in shards.items()}
-    places = itertools.product(range(copies), range(actor.expert), range(tensor))
-    ranks = tuple(in_order[expert, t][copy] for copy, expert, t in places)
-    return RoleLayout("rollout", copies, 1, tensor, ranks, actor.expert)
+    places = {rank: actor.coordinates(rank) for rank in actor.ranks}
+
+    def members(host_ranks: int) -> dict[tuple[int, int], list[int]]:
+        """The ranks of each host and expert coordinate."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for rank in actor.ranks:
+            found.setdefault((rank // host_ranks, places[rank][2]), []).append(rank)
+        return found
+
+    together = members(host_ranks or max(actor.ranks) + 1)
+    if any(len(ranks) % tensor for ranks in together.values()):
+        together = members(max(actor.ranks) + 1)
+    copies: list[list[list[int]]] = [[] for _ in range(actor.expert)]
+    for (_, expert), ranks in together.items():
+        copies[expert] += _cut_copies(ranks, places, actor.shards, tensor)
+    position = {rank: number for number, rank in enumerate(actor.ranks)}
+    ordered = [sorted(of_expert, key=lambda copy: position[copy[0]]) for of_expert in copies]
+    grid = zip(*ordered, strict=True)
+    ranks_in_order = tuple(rank for experts in grid for copy in experts for rank in copy)
+    return RoleLayout("rollout", group // tensor, 1, tensor, ranks_in_order, actor.expert)
+
+
+def _cut_copies(
+    ranks: list[int], places: Mapping[int, tuple[int, int, int, int]], shards: int, tensor: int
+) -> list[list[int]]:
+    """Copies of the rollout on ranks of one expert coordinate: the ranks of each, in the order of the tensor axis."""
+    number = len(ranks) // tensor
+    chunk = {rank: places[rank][3] * shards + places[rank][1] for rank in ranks}
+    # Replicas hold the same chunk, so where the rollout cuts finer they divide it among them.
+    by_chunk = sorted(ranks, key=lambda rank: (chunk[rank], places[rank][0]))
+    parts = [by_chunk[t * number : (t + 1) * number] for t in range(tensor)]
+    in_order = [sorted(part, key=lambda rank: (places[rank][0], chunk[rank])) for part in parts]
+    return [list(copy) for copy in zip(*in_order, strict=True)]
 
 
 def vocabulary_layout(actor: RoleLayout, rollout: RoleLayout) -> RoleLayout:

@@ -186,13 +186,18 @@ def test_a_fast_link_is_not_a_bound(large: TrainConfig) -> None:
     assert not any("gather-bound" in line for line in lines)
 
 
-def test_a_rollout_across_hosts_is_told(large: TrainConfig) -> None:
-    # fsdp32 x tp2 -> tp8: the rollout takes its ranks from all over a mesh of 64, for the sake of the bytes that move.
-    (line,) = [line for line in texts(make_plan(large, 1024), "traffic") if "hosts" in line]
-    assert line.startswith("the tensor axis of the rollout lies on 4 hosts of 8 ranks, such as [0, 16, 32, 48, 1, 17, ")
-    assert "or lower hybrid_engine_config.rollout_tp" in line
-    one_host = strategy(large, mesh_shape=(4, 2, 1, 1), parallelism_config={"critic": {"dp": 8}})
-    assert not any("hosts" in line for line in texts(make_plan(one_host, 1024), "traffic"))
+def test_a_tensor_axis_across_hosts_is_told(large: TrainConfig) -> None:
+    # fsdp32 x tp2 -> tp8: the rollout takes the ranks of one host each time.
+    assert not any("hosts" in line for line in texts(make_plan(large, 1024), "traffic"))
+    # Rank 3 is claimed, so that the mesh of 8 lies on ranks 0-2 and 4-8, and a host ends behind rank 7.
+    apart = {"critic": {"dp": 8}, "reference": {"dp": 1, "ranks": [3]}}
+    plan = make_plan(strategy(large, mesh_shape=(4, 2, 1, 1), parallelism_config=apart), 9)
+    rollout, actor = (line for line in texts(plan, "traffic") if "hosts" in line)
+    assert rollout.startswith(
+        "the tensor axis of the rollout lies on 2 hosts of 8 ranks, such as [0, 2, 5, 7, 1, 4, 6, 8]"
+    )
+    assert "or lower hybrid_engine_config.rollout_tp" in rollout
+    assert actor.startswith("the tensor axis of the actor lies on 2 hosts of 8 ranks, such as [7, 8]: in each layer")
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------

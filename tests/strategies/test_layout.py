@@ -159,6 +159,18 @@ def test_the_rollout_layout_keeps_ranks_where_their_shards_are() -> None:
     assert rollout_layout(RoleLayout("actor", 2, 2, 1, (0, 1, 2, 3)), 4).ranks == (0, 2, 1, 3)
 
 
+def test_the_tensor_ranks_of_a_rollout_lie_on_one_host() -> None:
+    # fsdp 8 on two hosts of 4 -> tensor 2: the first half of the chunks lies on host 0. The order that moves least
+    # would pair ranks of both hosts, 0 with 4; on one host 0 is paired with 2.
+    actor = RoleLayout("actor", 1, 8, 1, tuple(range(8)))
+    assert rollout_layout(actor, 2).lines("tensor") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert rollout_layout(actor, 2, host_ranks=4).lines("tensor") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    # Wider than a host, or where hosts do not divide, the order that moves least is taken.
+    assert rollout_layout(actor, 8, host_ranks=4).ranks == tuple(range(8))
+    assert rollout_layout(actor, 2, host_ranks=3) == rollout_layout(actor, 2)
+    assert resolve_layouts(8, None, {}, {"rollout_tp": 2}, 4)["rollout"].lines("tensor")[0] == [0, 2]
+
+
 @pytest.mark.parametrize("expert", [1, 2])
 def test_a_rollout_as_wide_as_the_update_moves_no_rows(expert: int) -> None:
     for replicas, shards, tensor in product((1, 2, 3), repeat=3):
