@@ -18,7 +18,7 @@ OVERLAY := build/transformers
 OVERLAY_EXTRA_5.17.0 := huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9 certifi==2026.10.18
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow test-real-model test-transformers-range lint types format clean
+.PHONY: help install quickstart test test-slow test-real-model test-transformers-range transformers-overlays lint types format clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 28
@@ -53,6 +53,8 @@ test-transformers-%: $(OVERLAY)-%/.installed
 		"import transformers; assert transformers.__version__ == '$*', transformers.__version__"
 	PYTHONPATH=$(CURDIR)/$(OVERLAY)-$* $(PYTEST) -q -m "not slow and not real_model" \
 		tests/models tests/parallel tests/rollout tests/testing $(ARGS)
+
+transformers-overlays: $(TRANSFORMERS_RANGE:%=$(OVERLAY)-%/.installed)  ## Download both ends of the range
 
 .PRECIOUS: $(OVERLAY)-%/.installed
 $(OVERLAY)-%/.installed: $(STAMP)
