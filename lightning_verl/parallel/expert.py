@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +82,7 @@ def check_experts(module: nn.Module, expert: int, tensor: int, shards: int) -> N
                     f"{name}.{key} has shape {tuple(parameter.shape)}: its first dim is not the {number} experts, so "
                     "they cannot be divided. Set the role's ep and tp to 1."
                 )
-            if _shard_dim(parameter, parts, shards) is None:
+            if shard_dim(parameter.shape, parts, shards) is None:
                 raise ValueError(
                     f"{name}.{key} has shape {tuple(parameter.shape)}; each of ep x tp = {parts} parts has "
                     f"{number // parts} experts, and dp={shards} divides neither that nor {parameter.shape[1]}. "
@@ -131,7 +131,7 @@ def shard_experts(module: nn.Module, axes: ExpertAxes | None, policy: MixedPreci
     shards = axes.shard.size(axes.shard.ndim - 1)
 
     def place(parameter: nn.Parameter) -> Shard:
-        return Shard(_shard_dim(parameter, axes.cut.size(), shards) or 0)
+        return Shard(shard_dim(parameter.shape, axes.cut.size(), shards) or 0)
 
     for experts in expert_modules(module):
         fully_shard(experts, mesh=axes.shard, mp_policy=policy, reshard_after_forward=True, shard_placement_fn=place)
@@ -139,11 +139,17 @@ def shard_experts(module: nn.Module, axes: ExpertAxes | None, policy: MixedPreci
             use_reduce_group([experts], axes.shard, axes.reduce)  # type: ignore[list-item]
 
 
-def _shard_dim(parameter: Tensor, parts: int, shards: int) -> int | None:
-    """The dim that FSDP2 cuts a part of packed experts on: a checkpoint would misplace unequal shards of a part."""
-    if (parameter.shape[0] // parts) % shards == 0:
+def shard_dim(shape: Sequence[int], parts: int, shards: int) -> int | None:
+    """The dim that FSDP2 cuts a part of packed experts on: a checkpoint would misplace unequal shards of a part.
+
+    Args:
+        shape: Of the whole parameter.
+        parts: Ranks that the experts are divided over.
+        shards: Ranks that FSDP2 cuts each part over.
+    """
+    if (shape[0] // parts) % shards == 0:
         return 0
-    return 1 if parameter.shape[1] % shards == 0 else None
+    return 1 if shape[1] % shards == 0 else None
 
 
 def dispatch_experts(

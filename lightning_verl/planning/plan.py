@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_verl.algorithms.base import Algorithm
 from lightning_verl.config import ConfigError, TrainConfig, make_algorithm, role_sources, trained_role_options
+from lightning_verl.parallel.expert import check_experts
 from lightning_verl.parallel.tensor import tensor_parallel_problems
 from lightning_verl.planning.batch import BatchSizes, RoleBatch
 from lightning_verl.planning.memory import RESHARDING, Item, Moment, Phase, RoleMemory
@@ -202,7 +203,7 @@ def _refusal(
 
 
 def _check_models(modules: Mapping[str, Any], layouts: Mapping[str, RoleLayout]) -> None:
-    """Refuse models that a tensor axis cannot cut; all reasons at once."""
+    """Refuse models that a tensor axis cannot cut, or whose experts do not divide; all reasons at once."""
     wanted = {role: (layouts[role].tensor, module.model) for role, module in modules.items()}
     wanted["rollout"] = (layouts["rollout"].tensor, modules["actor"].model)
     problems = [
@@ -210,6 +211,12 @@ def _check_models(modules: Mapping[str, Any], layouts: Mapping[str, RoleLayout])
         for role, (tensor, model) in wanted.items()
         for problem in (tensor_parallel_problems(model, tensor) if tensor > 1 else ())
     ]
+    for role, module in modules.items():
+        layout = layouts[role]
+        try:
+            check_experts(module, layout.expert, layout.tensor, layout.shards)
+        except ValueError as error:
+            problems.append(f"{role}: {error}")
     if problems:
         raise ConfigError("\n".join(problems))
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from lightning_verl.parallel.expert import shard_dim
 from lightning_verl.planning.model import ParameterShape, RoleModel
 from lightning_verl.resharding.planner import Cut, Grid, Region, TensorLayout, intersect, volume
 from lightning_verl.strategies.layout import RoleLayout, vocabulary_layout
+
+_DIVIDED = (Cut("expert", 0), Cut("expert_tensor", 0))
+"""Experts are divided whole, over both axes."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +52,10 @@ class Placement:
 
     def gathered(self, parameter: ParameterShape) -> TensorLayout:
         """A parameter while its FSDP2 unit is gathered: cut by the tensor and the expert axis only."""
-        expert = (Cut("expert", 0),) if parameter.expert else ()
+        if parameter.expert:
+            return TensorLayout(self._experts, _DIVIDED)
         tensor = () if parameter.tensor_dim is None else (Cut("tensor", parameter.tensor_dim),)
-        return TensorLayout(self._experts if parameter.expert else self._dense, (*expert, *tensor))
+        return TensorLayout(self._dense, tensor)
 
     def held(self, parameter: ParameterShape) -> TensorLayout:
         """A parameter as it is held: FSDP2 cuts what the other axes left over the shards.
@@ -59,6 +64,9 @@ class Placement:
         that divides evenly.
         """
         gathered = self.gathered(parameter)
+        if parameter.expert and self.layout.expert * self.layout.tensor > 1:
+            dim = shard_dim(parameter.shape, self.layout.expert * self.layout.tensor, self.layout.shards) or 0
+            return TensorLayout(gathered.grid, (*gathered.cuts, Cut("expert_shard", dim)))
         axis = "expert_shard" if parameter.expert else "shard"
         dim = 0
         finer = self.rollout is not None and self.rollout.tensor > self.layout.tensor
@@ -72,6 +80,8 @@ class Placement:
     def rolled_out(self, parameter: ParameterShape) -> TensorLayout:
         """A parameter in the rollout: one copy on each tensor axis of the rollout."""
         cut = parameter.rollout_cut
+        if parameter.expert:
+            return TensorLayout(self.generating.grid(experts=True), _DIVIDED)
         if cut is None:
             return TensorLayout(self._rollout_grid)
         grid = self._vocabulary_grid if cut.vocabulary else self._rollout_grid

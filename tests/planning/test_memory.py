@@ -221,14 +221,14 @@ def local_bytes(tensor: Tensor | None) -> int:
 
 
 def planned_and_real(
-    role: str, precision: Any, vocabulary: int, lora: bool, options: Mapping[str, Any]
+    role: str, precision: Any, vocabulary: int, lora: bool, options: Mapping[str, Any], family: Any = "qwen3"
 ) -> tuple[dict[str, int], dict[str, int]]:
     """What is planned for this rank and what is there after one step: parameters, gradients, optimizer state."""
     fabric = Fabric(accelerator="cpu", strategy=HybridStrategy(**options), precision=precision)
     fabric.launch()
     kind = {"actor": Actor, "critic": Critic, "reference": Reference}[role]
     adapter = {"lora_config": LORA} if lora else {}
-    module = kind(tiny_model("qwen3", vocab_size=vocabulary, num_key_value_heads=4), **adapter)
+    module = kind(tiny_model(family, vocab_size=vocabulary, num_key_value_heads=4), **adapter)
     plugin = fabric.strategy.hybrid_precision
     model = describe(plugin.convert_module(module), plugin)
     place = Placement(fabric.strategy.layout(role))
@@ -276,12 +276,23 @@ def test_every_rank_holds_what_is_planned(
     assert results[0][0]["parameters"] > 0
 
 
-def resharding(precision: Any, options: Mapping[str, Any]) -> tuple[list[int], list[int], int, int]:
+@pytest.mark.parametrize(
+    "mesh_shape", [(2, 1, 1, 2), (1, 2, 1, 2), (2, 2, 1, 1)], ids=["dp2xep2", "tp2xep2", "dp2xtp2"]
+)
+def test_every_rank_holds_its_experts_as_planned(mesh_shape: tuple[int, ...]) -> None:
+    options = {"mesh_shape": mesh_shape}
+    for planned, real in run_ranks(planned_and_real, 4, "actor", "bf16-mixed", 128, False, options, "qwen3_moe"):
+        assert planned == real
+
+
+def resharding(
+    precision: Any, options: Mapping[str, Any], family: Any = "qwen3"
+) -> tuple[list[int], list[int], int, int]:
     """What is planned for the way to the rollout, on all ranks, and what it was on this one: received and made."""
     fabric = Fabric(accelerator="cpu", strategy=HybridStrategy(**options), precision=precision)
     fabric.launch()
     strategy, tokenizer = fabric.strategy, char_tokenizer()
-    actor = Actor(tiny_model("qwen3", vocab_size=len(tokenizer), num_key_value_heads=4), tokenizer=tokenizer)
+    actor = Actor(tiny_model(family, vocab_size=len(tokenizer), num_key_value_heads=4), tokenizer=tokenizer)
     model = describe(strategy.hybrid_precision.convert_module(actor), strategy.hybrid_precision)
     place = Placement(strategy.layout("actor"), strategy.layout("rollout"))
     wrapped = fabric.setup_module(actor)
@@ -296,16 +307,19 @@ def resharding(precision: Any, options: Mapping[str, Any]) -> tuple[list[int], l
 
 
 @pytest.mark.parametrize(
-    ("ranks", "precision", "options"),
+    ("ranks", "precision", "options", "family"),
     [
-        (2, "32-true", {"hybrid_engine_config": {"rollout_tp": 2}}),
-        (4, "bf16-mixed", FOUR),
-        (4, "32-true", {**FOUR, "hybrid_engine_config": {"rollout_tp": 4}}),
+        (2, "32-true", {"hybrid_engine_config": {"rollout_tp": 2}}, "qwen3"),
+        (4, "bf16-mixed", FOUR, "qwen3"),
+        (4, "32-true", {**FOUR, "hybrid_engine_config": {"rollout_tp": 4}}, "qwen3"),
+        (4, "bf16-mixed", {"mesh_shape": (2, 1, 1, 2), "hybrid_engine_config": {"rollout_tp": 2}}, "qwen3_moe"),
     ],
 )
-def test_every_rank_receives_and_makes_what_is_planned(ranks: int, precision: Any, options: Mapping[str, Any]) -> None:
+def test_every_rank_receives_and_makes_what_is_planned(
+    ranks: int, precision: Any, options: Mapping[str, Any], family: Any
+) -> None:
     for rank, (received, made, really_received, really_made) in enumerate(
-        run_ranks(resharding, ranks, precision, options)
+        run_ranks(resharding, ranks, precision, options, family)
     ):
         assert (received[rank], made[rank]) == (really_received, really_made)
         assert made[rank] > 0

@@ -315,3 +315,17 @@ def test_a_model_that_is_not_here_is_not_looked_for_elsewhere() -> None:
 def test_prompts_without_a_limit_are_assumed(model: str) -> None:
     plan = make_plan(config(model, data=DataConfig("prompts.jsonl")), hardware=Hardware(1.0))
     assert "rows of at most 1024 + 8 = 1032 tokens (data.max_prompt_length is not set, 1024 assumed)" in report(plan)
+
+
+def test_experts_that_do_not_divide_are_refused(tmp_path: Path) -> None:
+    tiny_config("qwen3_moe", num_experts=6).save_pretrained(tmp_path)
+    config = TrainConfig(
+        model=ModelConfig(str(tmp_path)),
+        data=DataConfig("prompts.jsonl"),
+        algorithm={"name": "sft"},
+        steps=1,
+        output="out",
+        strategy=StrategyConfig(mesh_shape=(1, 1, 1, 4)),
+    )
+    with pytest.raises(ConfigError, match=r"actor: .* has num_experts=6, which ep x tp = 4 x 1 = 4 does not divide"):
+        make_plan(config)
