@@ -327,16 +327,13 @@ def page(result: Result) -> str:
     trained = result.trained
     lines += [
         "",
-        "Multiples are of our own time: above 1 the other way is slower. The bare exchange moves one buffer each way, "
-        "or is "
-        "one all-gather where the rollout holds whole copies.",
+        "Multiples are of our own time: above 1 the other way is slower. The bare exchange moves one buffer each "
+        "way, or is one all-gather where the rollout holds whole copies.",
         "",
-        f"A forward and backward pass takes {trained.aligned_seconds / trained.default_seconds:.3f} times as long with "
-        f"aligned shards ({trained.aligned_seconds * 1e3:.1f} ms) as with FSDP2's default "
-        f"({trained.default_seconds * 1e3:.1f} "
-        "ms): a shard of another dim than 0 is copied once more in each gather and reduction. Shards are aligned only "
-        "where "
-        "the rollout is cut finer than the update layout.",
+        f"A forward and backward pass takes {trained.aligned_seconds / trained.default_seconds:.3f} times as long "
+        f"with aligned shards ({trained.aligned_seconds * 1e3:.1f} ms) as with FSDP2's default "
+        f"({trained.default_seconds * 1e3:.1f} ms): a shard of another dim than 0 is copied once more in each gather "
+        "and reduction. Shards are aligned only where the rollout is cut finer than the update layout.",
         "",
     ]
     return "\n".join(lines)

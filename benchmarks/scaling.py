@@ -184,9 +184,8 @@ def page(result: Result) -> str:
         "Written by `python benchmarks/scaling.py --table-only`; do not edit.",
         "",
         f"{result.device}, {result.model} shape (Qwen2.5, random weights), torch {result.torch}. A rank has "
-        f"{work.prompts} "
-        f"prompts, {work.samples} samples of each and at most {work.response_tokens} tokens a response, on one rank "
-        f"as on "
+        f"{work.prompts} prompts, {work.samples} samples of each and at most {work.response_tokens} tokens a "
+        "response, on one rank as on "
         f"two. Rollouts by the transformers engine. Measured with `{COMMAND}`. {result.note}".rstrip(),
         "",
         "| algorithm | ranks | seconds a step | response tokens a second and rank | weak scaling efficiency |",

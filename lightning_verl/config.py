@@ -278,8 +278,7 @@ def import_function(path: str) -> Callable[..., Any]:
             raise  # the module is there, and imports something that is not
         raise ConfigError(
             f"rewards.functions: there is no module {error.name!r} for {path!r}; it must be installed, or lie beside "
-            "the "
-            "config."
+            "the config."
         ) from error
     function = getattr(module, name, None)
     if not callable(function):

@@ -203,8 +203,7 @@ class HybridDataFlow:
             if not isinstance(optimizer, Optimizer):
                 raise TypeError(
                     f"{type(module).__name__}.configure_optimizers returned {type(optimizer).__name__}; return one "
-                    "optimizer "
-                    "(RLTrainer(warmup_steps=...) is the schedule)."
+                    "optimizer (RLTrainer(warmup_steps=...) is the schedule)."
                 )
             for group in optimizer.param_groups:
                 group["lr"] = group["initial_lr"] = (learning_rates or {}).get(role, group["lr"])
@@ -475,6 +474,5 @@ def _check_layout(method: str, name: str, given: int | None, actual: int) -> Non
     if given is not None and given != actual:
         raise ValueError(
             f"HybridDataFlow.{method} got {name}={given}, but the strategy's layout has {actual}; change the "
-            f"strategy's "
-            "parallelism_config or hybrid_engine_config, or leave it out."
+            "strategy's parallelism_config or hybrid_engine_config, or leave it out."
         )

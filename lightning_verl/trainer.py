@@ -321,9 +321,8 @@ class RLTrainer:
                 raise ValueError(f"RLTrainer got {name}={value}; it takes a whole number of at least 1.")
         if samples > 1 and not self.algorithm.needs_reward:
             raise ValueError(
-                f"RLTrainer got samples_per_prompt={samples}, but {type(self.algorithm).__name__} samples nothing: its "
-                "data has "
-                "one response for a prompt. Leave samples_per_prompt out."
+                f"RLTrainer got samples_per_prompt={samples}, but {type(self.algorithm).__name__} samples nothing: "
+                "its data has one response for a prompt. Leave samples_per_prompt out."
             )
         if self.update_batch_size > self.rollout_batch_size:
             raise ValueError(
@@ -364,8 +363,7 @@ class RLTrainer:
             warnings.warn(
                 f"RLTrainer: one rollout batch feeds {ratio:g} update batches ({self.rollout_batch_size} / "
                 f"{self.update_batch_size}). 4, or the actor's data ranks ({data_ranks}), usually keeps both phases "
-                "busy; "
-                "time/idle_share in the log is what this run loses by waiting.",
+                "busy; time/idle_share in the log is what this run loses by waiting.",
                 stacklevel=3,
             )
 

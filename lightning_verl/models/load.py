@@ -75,7 +75,7 @@ def add_lora(model: nn.Module, lora_config: dict[str, Any] | LoraConfig, owner: 
     if tied and "lm_head" in ([targets] if isinstance(targets, str) else targets):
         raise ValueError(
             f"{owner} got lora_config with target 'lm_head', but {type(model).__name__} ties its head to the "
-            "embedding: the "
-            "adapter would change the input side too. Leave lm_head out, or untie it (tie_word_embeddings=False) first."
+            "embedding: the adapter would change the input side too. Leave lm_head out, or untie it "
+            "(tie_word_embeddings=False) first."
         )
     model.add_adapter(lora_config)

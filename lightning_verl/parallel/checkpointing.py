@@ -52,8 +52,7 @@ def apply_activation_checkpointing(module: nn.Module, mode: ActivationCheckpoint
         if not targets:
             raise ValueError(
                 f"activation_checkpointing={mode!r}: {type(module).__name__} has no decoder layers that could be "
-                "found; name "
-                "the modules in a list of suffixes instead."
+                "found; name the modules in a list of suffixes instead."
             )
         for layer in targets:
             _recompute(layer, _keep_costly(layer) if mode == "selective" else None)

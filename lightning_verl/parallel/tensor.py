@@ -44,8 +44,7 @@ def models_to_cut(module: nn.Module, tensor: int) -> list[PreTrainedModel]:
     if not found:
         raise ValueError(
             f"{type(module).__name__} holds no transformers model with a tensor-parallel plan, so tp={tensor} has "
-            "nothing to "
-            "cut; set its role's tp to 1."
+            "nothing to cut; set its role's tp to 1."
         )
     return found
 

@@ -95,8 +95,7 @@ def mergeable_adapters(model: nn.Module) -> list[MergedAdapter]:
             if not _is_plain_lora(layer, adapter):
                 raise ValueError(
                     f"The adapter {adapter!r} on {name} ({type(layer).__name__}) is more than plain LoRA on a linear "
-                    f"layer, "
-                    "so it cannot be merged for the rollout. Roll out in the update layout: "
+                    "layer, so it cannot be merged for the rollout. Roll out in the update layout: "
                     "HybridStrategy(enable_3d_hybrid=False)."
                 )
             found.append(

@@ -116,8 +116,7 @@ class Actor(Role):
             if getattr(self.tokenizer, f"{token}_token_id") is None:
                 raise ValueError(
                     f"{name}'s tokenizer {type(self.tokenizer).__name__} has no {token} token; set "
-                    f"tokenizer.{token}_token "
-                    "before building the actor."
+                    f"tokenizer.{token}_token before building the actor."
                 )
         return self.tokenizer
 

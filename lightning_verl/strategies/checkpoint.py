@@ -207,8 +207,8 @@ def _check_shapes(path: Path, metadata: Metadata, targets: dict[str, _Tensors]) 
         if beyond := sorted(saved_keys - tensors.keys()):
             raise CheckpointMismatchError(
                 f"The checkpoint at {path} is of another architecture: it holds {name}.{beyond[0]} and "
-                f"{len(beyond) - 1} more "
-                "tensors that there is no place for here. Build the roles with the config that it was saved from."
+                f"{len(beyond) - 1} more tensors that there is no place for here. Build the roles with the config "
+                "that it was saved from."
             )
         for key, tensor in tensors.items():
             entry = metadata.state_dict_metadata.get(f"{name}.{key}")

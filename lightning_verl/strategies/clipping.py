@@ -42,8 +42,7 @@ def clip_by_true_norm(
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"The gradient norm is {total.item()}, so the step would write NaN into the weights; nothing was changed. "
-            f"Look at "
-            "the loss, or pass error_if_nonfinite=False."
+            "Look at the loss, or pass error_if_nonfinite=False."
         )
     for group in by_layout.values():
         clip_grads_with_norm_(group, max_norm, total)

@@ -75,8 +75,7 @@ class NCCLGroupManager:
         if not dist.is_initialized():
             raise RuntimeError(
                 "NCCLGroupManager.create_group needs a world of processes; call fabric.launch() first (one CPU "
-                "process has "
-                "no groups and needs none)."
+                "process has no groups and needs none)."
             )
         options = None
         if high_priority and (backend or dist.get_backend()) == "nccl":
@@ -112,8 +111,8 @@ class GroupRegistry:
         if ranks != wanted:
             raise ValueError(
                 f"HybridStrategy.set_group: the group for {layout.role!r} / {operation!r} has ranks {ranks}, but this "
-                f"rank "
-                f"communicates along the {OPERATIONS[operation]} axis with {wanted}. Create the group with those ranks."
+                f"rank communicates along the {OPERATIONS[operation]} axis with {wanted}. Create the group with those "
+                "ranks."
             )
         self._own[layout.role, operation] = group
 

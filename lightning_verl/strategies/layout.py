@@ -165,8 +165,7 @@ def check_config(
     if not enable_3d_hybrid and "rollout_tp" in engine:
         raise ValueError(
             f"{owner} got rollout_tp={engine['rollout_tp']} with enable_3d_hybrid=False, which rolls out in the "
-            f"update layout. "
-            "Leave one of them out."
+            "update layout. Leave one of them out."
         )
     if not isinstance(engine.get("offload_to_cpu", False), bool):
         raise ValueError(f"{owner} got offload_to_cpu={engine['offload_to_cpu']!r}; it takes True or False.")
@@ -221,18 +220,16 @@ def resolve_layouts(
     if claimed and claimed[-1] >= world_size:
         raise ValueError(
             f"HybridStrategy(parallelism_config): ranks {claimed} are claimed, but a world of {world_size} processes "
-            f"has "
-            f"ranks 0 to {world_size - 1}. Start at least {claimed[-1] + 1} processes or claim other ranks."
+            f"has ranks 0 to {world_size - 1}. Start at least {claimed[-1] + 1} processes or claim other ranks."
         )
     free = [rank for rank in range(world_size) if rank not in claimed]
     mesh = mesh or DeviceMesh((max(len(free), 1), 1, 1, 1))
     copies, rest = divmod(len(free), mesh.size)
     if rest or copies == 0:
         raise ValueError(
-            f"HybridStrategy: world = k x (data x tensor x pipeline x expert) + claimed ranks does not hold: "
+            "HybridStrategy: world = k x (data x tensor x pipeline x expert) + claimed ranks does not hold: "
             f"{world_size} = k x ({mesh.equation()}) + {len(claimed)} has no whole k >= 1. Start {len(claimed)} plus "
-            f"a multiple "
-            f"of {mesh.size} processes, or give a mesh_shape whose product divides {len(free)}."
+            f"a multiple of {mesh.size} processes, or give a mesh_shape whose product divides {len(free)}."
         )
     ranks = tuple(free)
     layouts = {role: _layout(role, mesh, ranks, parallelism_config.get(role)) for role in ROLES}
@@ -259,8 +256,8 @@ def _layout(role: str, mesh: DeviceMesh, ranks: tuple[int, ...], entry: Mapping[
         there = f"its ranks {list(ranks)}, {size}" if own else f"the mesh's ranks, {mesh.equation()}"
         raise ValueError(
             f"HybridStrategy(parallelism_config[{role!r}]): dp x tp x ep = {shards} x {tensor} x {expert} = {part} "
-            f"does not "
-            f"equal {there}. Make dp x tp x ep = {size}, or set replicate=True with a dp x tp x ep that divides {size}."
+            f"does not equal {there}. Make dp x tp x ep = {size}, or set replicate=True with a dp x tp x ep that "
+            f"divides {size}."
         )
     return RoleLayout(role, len(ranks) // part, shards, tensor, ranks, expert)
 
