@@ -380,7 +380,7 @@ def _rows_of(prompts_of_minibatches: list[int], samples: int) -> list[list[int]]
 def _put_gradient_groups(fabric: Fabric, groups: Mapping[str, dist.ProcessGroup]) -> None:
     for role, group in groups.items():
         layout = fabric.strategy.layout(role)  # type: ignore[attr-defined]
-        operation = "reduce" if layout.shards > 1 else "replicate"
+        operation = "reduce" if len(layout.lines("shard")[0]) > 1 else "replicate"
         fabric.strategy.set_group(role, operation, group)  # type: ignore[attr-defined]
 
 

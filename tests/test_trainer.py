@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -36,7 +37,9 @@ from lightning_verl.rollout.base import FinishReason, Rollouts
 from lightning_verl.rollout.batch import demonstrations, join_rollouts
 from lightning_verl.strategies.diagnosis import StepTimes
 from lightning_verl.strategies.dispatch import AgreedError
+from lightning_verl.strategies.layout import RoleLayout
 from lightning_verl.testing import char_tokenizer, run_ranks, tiny_model
+from lightning_verl.trainer import _put_gradient_groups
 
 TOKENIZER = char_tokenizer()
 ROWS = [{"prompt": f"{number}+{number}=", "answer": str(2 * number)} for number in range(10)]
@@ -464,3 +467,18 @@ def test_the_reference_of_an_adapter_is_the_policy_at_step_0() -> None:
     assert (flow.logprobs(batch) - at_start).abs().max() > 1e-3, "the case must move the policy"
     torch.testing.assert_close(flow.reference_logprobs(batch), at_start, atol=1e-6, rtol=0)
     assert isinstance(flow.score(batch), Experience)
+
+
+@pytest.mark.parametrize(
+    ("layout", "operation"),
+    [
+        (RoleLayout("critic", 1, 2, 1, (0, 1)), "reduce"),
+        (RoleLayout("critic", 2, 1, 1, (0, 1)), "replicate"),
+        (RoleLayout("critic", 1, 1, 1, (0, 1), expert=2), "reduce"),  # FSDP2 cuts over expert ranks too
+    ],
+)
+def test_a_users_gradient_group_goes_where_gradients_are_summed(layout: RoleLayout, operation: str) -> None:
+    placed: list[Any] = []
+    strategy = SimpleNamespace(layout=lambda role: layout, set_group=lambda *given: placed.append(given))
+    _put_gradient_groups(SimpleNamespace(strategy=strategy), {"critic": "group"})  # type: ignore[arg-type, dict-item]
+    assert placed == [("critic", operation, "group")]

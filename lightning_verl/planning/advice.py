@@ -77,7 +77,7 @@ def _remedies(plan: Plan, kind: RankMemory, phase: Phase) -> Iterator[tuple[int,
         actor = plan.roles["actor"]
         tensor = 2 * actor.place.generating.tensor
         if actor.model.decoder.kv_heads % tensor == 0 and len(actor.layout.ranks) % tensor == 0:
-            finer = replace(actor, place=replace(actor.place, rollout=rollout_layout(actor.layout, tensor)))
+            finer = replace(actor, place=replace(actor.place, rollout=rollout_layout(actor.layout, tensor, HOST_RANKS)))
             weights = _total(items, None, ("rollout weights",))
             yield weights - finer.rollout_weights, f"strategy.hybrid_engine_config.rollout_tp={tensor}"
     else:

@@ -8,10 +8,7 @@ from functools import cached_property
 from lightning_verl.parallel.expert import shard_dim
 from lightning_verl.planning.model import ParameterShape, RoleModel
 from lightning_verl.resharding.planner import Cut, Grid, Region, TensorLayout, intersect, volume
-from lightning_verl.strategies.layout import RoleLayout, vocabulary_layout
-
-_DIVIDED = (Cut("expert", 0), Cut("expert_tensor", 0))
-"""Experts are divided whole, over both axes."""
+from lightning_verl.strategies.layout import EXPERT_CUTS, RoleLayout, vocabulary_layout
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ class Placement:
     def gathered(self, parameter: ParameterShape) -> TensorLayout:
         """A parameter while its FSDP2 unit is gathered: cut by the tensor and the expert axis only."""
         if parameter.expert:
-            return TensorLayout(self._experts, _DIVIDED)
+            return TensorLayout(self._experts, EXPERT_CUTS)
         tensor = () if parameter.tensor_dim is None else (Cut("tensor", parameter.tensor_dim),)
         return TensorLayout(self._dense, tensor)
 
@@ -81,7 +78,7 @@ class Placement:
         """A parameter in the rollout: one copy on each tensor axis of the rollout."""
         cut = parameter.rollout_cut
         if parameter.expert:
-            return TensorLayout(self.generating.grid(experts=True), _DIVIDED)
+            return TensorLayout(self.generating.grid(experts=True), EXPERT_CUTS)
         if cut is None:
             return TensorLayout(self._rollout_grid)
         grid = self._vocabulary_grid if cut.vocabulary else self._rollout_grid

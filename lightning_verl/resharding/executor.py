@@ -167,8 +167,8 @@ class Resharder:
             for pieces in _fill_buckets(self._moves, bucket_bytes)
         ]
         self._wants = [_Want.of(name, move, self._rank) for name, move in self._moves.items()]
-        self._groups = tuple(_traffic(self._moves, self._rank))
-        self._received = sum(group.received_bytes for group in self._groups)
+        self._kinds = tuple(_traffic(self._moves, self._rank))
+        self._received = sum(group.received_bytes for group in self._kinds)
 
     def run(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], ReshardReport]:
         """Move tensors (a collective call).
@@ -242,7 +242,7 @@ class Resharder:
             copied_bytes=made - self._received,
             aliased_bytes=everything - made,
             buffer_bytes=buffers,
-            groups=self._groups,
+            groups=self._kinds,
         )
 
 
@@ -268,12 +268,8 @@ class _Lanes:
         self._on_cuda = device.type == "cuda"
         if self._on_cuda:
             self._pack, self._unpack = torch.cuda.Stream(device), torch.cuda.Stream(device)
-            self.fork()
-
-    def fork(self) -> None:
-        """Let both streams see what the current one has done."""
-        for stream in (self._pack, self._unpack):
-            stream.wait_stream(torch.cuda.current_stream())
+            for stream in (self._pack, self._unpack):  # they see what the current one has done
+                stream.wait_stream(torch.cuda.current_stream())
 
     def join(self) -> None:
         """Let the current stream see what both have done; memory of theirs may be reused from then on."""

@@ -21,7 +21,7 @@ from lightning_verl.resharding.executor import Move, Resharder, ReshardReport
 from lightning_verl.resharding.layouts import layout_of, local_part
 from lightning_verl.resharding.planner import Cut, TensorLayout, plan_tensor
 from lightning_verl.resharding.sinks import RolloutModule, merge, plain_name
-from lightning_verl.strategies.layout import vocabulary_layout
+from lightning_verl.strategies.layout import EXPERT_CUTS, vocabulary_layout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,8 +81,7 @@ class HybridEngine:
         return self._view.module  # type: ignore[no-any-return]
 
     def aligned_dims(self) -> dict[str, int]:
-        """The dim that FSDP2 should cut for a rank's update shard to lie inside its rollout shard, by name in the
-        actor.
+        """The dim for FSDP2 to cut, by name in the actor, so that update shards lie inside rollout shards.
 
         Only where the rollout is cut finer than the update layout, and only dims other than 0, which is the default.
         """
@@ -114,7 +113,7 @@ class HybridEngine:
         """How every parameter gets from the update layout to where the rollout wants it."""
         adapters = self._view.adapters
         wanted = {name: self._target(self._cuts.get(name)) for name in self._view.shapes}
-        experts = TensorLayout(self._rollout.grid(experts=True), (Cut("expert", 0), Cut("expert_tensor", 0)))
+        experts = TensorLayout(self._rollout.grid(experts=True), EXPERT_CUTS)
         wanted.update(dict.fromkeys(self._experts, experts))
         for adapter in adapters:  # the halves are cut as the weight is, so that each rank merges its part
             cut = self._cuts.get(adapter.weight)

@@ -459,6 +459,7 @@ class HybridStrategy(ModelParallelStrategy):
                 f"HybridStrategy.load_checkpoint got state={type(state).__name__}; pass a dictionary with the names "
                 "used at saving, such as {'actor': actor}."
             )
+        self._rollouts.wait_for_states()
         with self.phase("all roles", "load"):
             rest = checkpoint.load(Path(self.broadcast(path)), state, self.role_of_optimizer, strict)
         self._versions.update(rest.pop("weight_versions", {}))

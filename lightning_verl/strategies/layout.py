@@ -7,10 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_verl.resharding.planner import Grid
+from lightning_verl.resharding.planner import Cut, Grid
 from lightning_verl.strategies.mesh import DeviceMesh
 
 ROLES = ("actor", "critic", "reference", "reward")
+EXPERT_CUTS = (Cut("expert", 0), Cut("expert_tensor", 0))
+"""How packed experts lie on ``RoleLayout.grid(experts=True)``: divided whole, over both axes."""
 _ENTRY_KEYS = ("dp", "tp", "pp", "ep", "ranks", "replicate")
 _ENGINE_KEYS = ("rollout_tp", "update_dp", "offload_to_cpu")
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from lightning_verl.resharding.layouts import local_part
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class OffloadReport:
 class StateOffload:
     """Moves the memory behind optimizer states and gradients to pinned host memory and back.
 
-    The tensors stay the objects they are and lose their storage meanwhile; nobody may use them until ``wait``. On CUDA
-    the copies run on a stream of their own.
+    The tensors stay the objects they are and lose their storage meanwhile; nobody may use states until ``wait``. On
+    CUDA the copies run on a stream of their own.
 
     Args:
         device: Where the states live.
@@ -41,6 +42,7 @@ class StateOffload:
         self._pinned: dict[int, Tensor] = {}
         self._out, self._back = _Stopwatch(self._on_cuda), _Stopwatch(self._on_cuda)
         self._bytes = 0
+        self._gradients_away = False
 
     @property
     def report(self) -> OffloadReport:
@@ -50,7 +52,9 @@ class StateOffload:
     def start(self, optimizers: Iterable[Optimizer]) -> None:
         """Begin to copy out; the memory is still there until ``free``."""
         self.wait()
-        storages = {storage.data_ptr(): storage for storage in _storages(optimizers)}
+        gradients, states = _tensors(optimizers)
+        self._gradients_away = bool(gradients)
+        storages = {storage.data_ptr(): storage for storage in _storages([*gradients, *states])}
         self._bytes = sum(storage.nbytes() for storage in storages.values())
         with self._on_own_stream(), self._out:
             self._away = [
@@ -65,12 +69,14 @@ class StateOffload:
             storage.resize_(0)
 
     def bring_back(self) -> None:
-        """Begin to copy back. ``wait`` before the states are used."""
+        """Begin to copy back. ``wait`` before the states are used; gradients are back for what follows already."""
         for storage, host in self._away:
             storage.resize_(host.nbytes)
         with self._on_own_stream(), self._back:
             for storage, host in self._away:
                 _as_bytes(storage).copy_(host, non_blocking=True)
+        if self._gradients_away:  # the next backward pass adds to them, and asks nobody
+            self.wait()
 
     def wait(self) -> None:
         """Let what follows on the device see the states that were brought back."""
@@ -119,15 +125,22 @@ class _Stopwatch:
         return self._seconds
 
 
-def _storages(optimizers: Iterable[Optimizer]) -> Iterator[UntypedStorage]:
-    """The memory of all states and gradients; single numbers, such as step counts, stay."""
+def _tensors(optimizers: Iterable[Optimizer]) -> tuple[list[Tensor], list[Tensor]]:
+    """All gradients, and all states."""
+    gradients: list[Tensor] = []
+    states: list[Tensor] = []
     for optimizer in optimizers:
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-        for tensor in [*gradients, *states]:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if local.numel() > 1:
-                yield local.untyped_storage()
+        gradients += [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        states += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return gradients, states
+
+
+def _storages(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
+    """The memory of tensors; single numbers, such as step counts, stay."""
+    for tensor in tensors:
+        local = local_part(tensor)
+        if local.numel() > 1:
+            yield local.untyped_storage()
 
 
 def _as_bytes(storage: UntypedStorage) -> Tensor:

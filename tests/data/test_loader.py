@@ -423,9 +423,10 @@ def test_few_workers_a_device_give_a_warning_where_cuda_is_used(monkeypatch, num
 
 def test_no_warning_without_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         dataset("abcd", num_workers=1).loader(2).close()
+    assert [str(warning.message) for warning in caught] == []
 
 
 @pytest.mark.parametrize("available", [False, True])

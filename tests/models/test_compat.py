@@ -26,8 +26,23 @@ def _pretend(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
     monkeypatch.setattr(metadata, "version", version)
 
 
-def test_the_installed_versions_are_supported() -> None:
+def _record_questions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The libraries that are checked from now on, by name; the checks themselves go on."""
+    asked: list[str] = []
+    require = compat._require
+
+    def recorded(name: str, *arguments: Any) -> None:
+        asked.append(name)
+        require(name, *arguments)
+
+    monkeypatch.setattr(compat, "_require", recorded)
+    return asked
+
+
+def test_the_installed_versions_are_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = _record_questions(monkeypatch)
     compat.check_versions()
+    assert asked == ["torch", "transformers"]
 
 
 @pytest.mark.parametrize("torch_version", ["2.11.0", "2.11.0a0+git1234", "2.13.0+cpu", "3.0"])
@@ -36,7 +51,9 @@ def test_supported_versions_pass(
     monkeypatch: pytest.MonkeyPatch, torch_version: str, transformers_version: str
 ) -> None:
     _pretend(monkeypatch, torch=torch_version, transformers=transformers_version)
+    asked = _record_questions(monkeypatch)
     compat.check_versions()
+    assert asked == ["torch", "transformers"]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +77,9 @@ def test_other_versions_are_refused(
 @pytest.mark.parametrize("version", ["0.22.0", "0.32.0+cpu"])
 def test_vllm_is_checked_where_it_is_used(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))  # type: ignore[misc]
+    asked = _record_questions(monkeypatch)
     compat.check_versions(vllm=True)
+    assert asked == ["torch", "transformers", "vllm"]
 
 
 def test_an_old_or_missing_vllm_is_refused_only_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,9 +74,11 @@ def test_params_refuse_what_is_out_of_range(name: str, value: object, rule: str)
 
 
 def test_params_accept_the_borders() -> None:
-    SamplingParams(
+    params = SamplingParams(
         n=1, max_new_tokens=1, temperature=0, top_k=1, top_p=1, stop_token_ids=(0,), stop_strings=("x",), seed=-1
     )
+    assert (params.n, params.max_new_tokens, params.temperature, params.top_k, params.top_p) == (1, 1, 0, 1, 1)
+    assert (params.stop_token_ids, params.stop_strings, params.seed) == ((0,), ("x",), -1)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -318,3 +318,23 @@ def test_offloaded_states_come_back_as_they_were(ranks: int) -> None:
         torch.testing.assert_close(weights, other, rtol=0, atol=0)
         assert held[1:] == [held[1]] * 2 != [0, 0]
         assert away == [0, 0, 0]  # the memory is given back while the actor generates
+
+
+def accumulated_over_a_rollout(offload: bool) -> tuple[dict[str, Tensor], float]:
+    """A backward pass before a rollout and one after it, then one step; and bytes of gradients during the rollout."""
+    fabric, strategy = launched(hybrid_engine_config={"offload_to_cpu": offload})
+    actor = make_actor()
+    module, optimizer = fabric.setup(actor, torch.optim.SGD(actor.parameters(), lr=0.01))
+    fabric.backward(module(tiny_rollouts())[0].sum())
+    with strategy.rollout(actor):
+        held = sum(local_part(p.grad).untyped_storage().nbytes() for p in actor.parameters() if p.grad is not None)
+    fabric.backward(module(tiny_rollouts())[0].sum())
+    optimizer.step()
+    return whole(actor), held
+
+
+def test_gradients_that_wait_over_a_rollout_are_added_to() -> None:
+    kept, held = accumulated_over_a_rollout(False)
+    moved, away = accumulated_over_a_rollout(True)
+    torch.testing.assert_close(kept, moved, rtol=0, atol=0)
+    assert held > 0 == away

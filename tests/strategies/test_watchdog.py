@@ -176,8 +176,11 @@ def make_board(rank: int = 0, store: Any = None, world_size: int = 2) -> PhaseBo
 
 
 def test_a_board_needs_no_store() -> None:
-    with make_board(world_size=1).phase("actor", "update"):
-        pass
+    board = make_board(world_size=1)
+    with board.phase("actor", "update"):
+        assert str(board.report(None)) == "actor 'update'"
+    assert str(board.report(None)) == "between 'phases'"
+    assert not board.alarmed()
 
 
 def test_a_phase_inside_another_gives_the_place_back() -> None:
