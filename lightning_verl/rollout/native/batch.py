@@ -1,0 +1,100 @@
+"""Turns a step of the scheduler into the tensors of one forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_verl.rollout.native.attention import PagedBatch, Rows
+from lightning_verl.rollout.native.cache import KVCache
+from lightning_verl.rollout.native.scheduler import Chunk
+
+
+@dataclass
+class ForwardInput:
+    """The tokens of one step, all sequences in one row."""
+
+    ids: Tensor
+    """int64 ``[1, T]``."""
+    positions: Tensor
+    """int64 ``[1, T]``."""
+    last: Tensor
+    """The places of the tokens that logits are wanted of, int64 ``[L]``."""
+    attention: PagedBatch
+
+
+def forward_input(chunks: Sequence[Chunk], cache: KVCache) -> ForwardInput:
+    """Lay the tokens of a step side by side.
+
+    Args:
+        chunks: What the step computes; a step without any gets one token that is written to block 0.
+        cache: Where their keys and values go.
+    """
+    device, size = cache.data.device, cache.block_size
+    ids, positions, blocks, last = [], [], [], []
+    for chunk in chunks:
+        places = range(chunk.start, chunk.start + chunk.count)
+        ids += chunk.request.tokens(chunk.start, chunk.count)
+        positions += places
+        blocks += [chunk.request.blocks[place // size] for place in places]
+        if chunk.samples:
+            last.append(len(ids) - 1)
+    if not chunks:
+        ids, positions, blocks = [0], [0], [0]
+    at = torch.tensor(positions)
+    attention = PagedBatch(
+        cache=cache.data,
+        blocks=torch.tensor(blocks).to(device),
+        offsets=(at % size).to(device),
+    )
+    if device.type == "cuda":
+        from lightning_verl.rollout.native.kernels import tiles_of
+
+        attention.tiles = tiles_of(chunks, size, device)
+    else:
+        attention.rows = tuple(_rows(chunks))
+    return ForwardInput(
+        ids=torch.tensor([ids]).to(device),
+        positions=at[None].to(device),
+        last=torch.tensor(last, dtype=torch.int64).to(device),
+        attention=attention,
+    )
+
+
+def _rows(chunks: Sequence[Chunk]) -> list[Rows]:
+    """Sequences that decode, and those with more tokens: padding one token to a whole prompt would waste most of it."""
+    if not chunks:
+        zero = torch.zeros(1, 1, dtype=torch.int64)
+        return [Rows(places=zero, positions=zero, tables=zero)]
+    first = 0
+    decoding: list[tuple[int, Chunk]] = []
+    others: list[tuple[int, Chunk]] = []
+    for chunk in chunks:
+        (decoding if chunk.count == 1 else others).append((first, chunk))
+        first += chunk.count
+    return [_padded(part) for part in (decoding, others) if part]
+
+
+def _padded(part: Sequence[tuple[int, Chunk]]) -> Rows:
+    width = max(chunk.count for _, chunk in part)
+    inside = [[min(place, chunk.count - 1) for place in range(width)] for _, chunk in part]
+    offsets = torch.tensor(inside)
+    return Rows(
+        places=offsets + torch.tensor([[first] for first, _ in part]),
+        positions=offsets + torch.tensor([[chunk.start] for _, chunk in part]),
+        tables=block_tables([chunk.request.blocks for _, chunk in part]),
+    )
+
+
+def block_tables(blocks: Sequence[Sequence[int]], width: int = 1) -> Tensor:
+    """The blocks of some sequences as one table, int64 ``[S, W]``, filled with block 0.
+
+    Args:
+        blocks: Those of each sequence.
+        width: W at least.
+    """
+    width = max(width, max(map(len, blocks), default=1))
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in blocks], dtype=torch.int64)

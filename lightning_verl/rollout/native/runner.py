@@ -1,0 +1,105 @@
+"""Runs the steps of a rollout: the model's forward over the cache, then the draw of the next tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lightning_verl.models.heads import hidden_states, output_logits
+from lightning_verl.rollout.adjust import LogitAdjuster
+from lightning_verl.rollout.native.attention import SeenLayer, attending, probing
+from lightning_verl.rollout.native.batch import forward_input
+from lightning_verl.rollout.native.cache import CacheShape, KVCache
+from lightning_verl.rollout.native.scheduler import Request, Step
+from lightning_verl.rollout.sampling import SamplingParams, sample_tokens, uniforms
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What a step has drawn: K tokens for each of L samples, on the CPU."""
+
+    tokens: list[list[int]]
+    """``[L][K]``."""
+    logprobs: list[list[float]]
+    """``[L][K]``."""
+
+
+class Runner:
+    """Runs steps one after the other, without anything captured or compiled.
+
+    Args:
+        model: The model, in eval mode, its attention on the cache.
+        cache: The cache.
+        sampling: How to draw.
+        adjuster: What happens to logits before that.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, cache: KVCache, sampling: SamplingParams, adjuster: LogitAdjuster
+    ) -> None:
+        self.model, self.cache, self.sampling, self.adjuster = model, cache, sampling, adjuster
+
+    def run(self, step: Step) -> Drawn:
+        """Run a step; one that draws several tokens is run as often."""
+        self.cache.swap_out(step.swap_out)
+        self.cache.swap_in(step.swap_in)
+        logits = self.forward(step)
+        self.cache.copy(step.copies)
+        if not step.samples:
+            return Drawn([], [])
+        counts = [len(chunk.samples) for chunk in step.chunks if chunk.samples]
+        logits = logits.repeat_interleave(torch.tensor(counts, device=logits.device), dim=0)
+        tokens, logprobs = self.draw(logits, step.samples)
+        return Drawn(tokens[:, None].tolist(), logprobs[:, None].tolist())
+
+    def forward(self, step: Step) -> Tensor:
+        """The logits that tokens are drawn from, ``[L, V]``."""
+        batch = forward_input(step.chunks, self.cache)
+        with attending(batch.attention):
+            hidden = hidden_states(self.model, batch.ids, batch.positions)
+        return output_logits(self.model, hidden[0, batch.last])
+
+    def draw(self, logits: Tensor, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:
+        """Draw the next token of some samples: tokens int64 ``[L]`` and log-probs float32 ``[L]``."""
+        device = logits.device
+        seeds = torch.tensor([request.seed for request in requests], dtype=torch.int64).to(device)
+        produced = torch.tensor([len(request.response) for request in requests], dtype=torch.int64).to(device)
+        if self.adjuster.active:
+            seen = seen_tokens(requests, logits.shape[-1], device) if self.adjuster.needs_seen else None
+            logits = self.adjuster(logits, produced, seen)
+        return sample_tokens(logits, self.sampling, uniforms(seeds, produced))
+
+
+def seen_tokens(requests: Sequence[Request], vocabulary: int, device: torch.device) -> Tensor:
+    """Which tokens prompt and response of some samples hold, bool ``[L, V]``."""
+    rows = [row for row, request in enumerate(requests) for _ in range(request.length)]
+    tokens = [token for request in requests for token in request.tokens(0, request.length)]
+    seen = torch.zeros(len(requests), vocabulary, dtype=torch.bool)
+    seen[torch.tensor(rows), torch.tensor(tokens)] = True
+    return seen.to(device)
+
+
+def probe(model: Any) -> CacheShape:
+    """Run the model on one token to see what its attention layers keep.
+
+    Raises:
+        ValueError: Layers keep different shapes, or some attend without the interface of transformers.
+    """
+    token = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
+    with probing() as seen:
+        hidden_states(model, token, token)
+    expected = model.config.get_text_config().num_hidden_layers
+    kinds = {(layer.heads, layer.head_dim, layer.dtype) for layer in seen}
+    if [layer.index for layer in seen] != list(range(expected)) or len(kinds) != 1:
+        raise ValueError(
+            f"NativeEngine: {type(model).__name__} has {expected} layers, and {len(seen)} of them attend through the "
+            f"interface of transformers, with {len(kinds)} shapes of keys; it takes models whose layers all do, with "
+            "one shape. Use engine='transformers'."
+        )
+    first: SeenLayer = seen[0]
+    return CacheShape(expected, first.heads, first.head_dim, first.dtype)
