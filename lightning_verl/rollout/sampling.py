@@ -11,7 +11,8 @@ Shape letters: N rows, V vocabulary.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,6 +22,16 @@ from torch import Tensor
 class SamplingParams:
     """How to sample a response.
 
+    Logits go through these steps, in this order: ``logit_bias``, ``repetition_penalty``, ``min_new_tokens``;
+    ``temperature``, ``top_k``, ``top_p``, ``min_p``. The log-probs of a rollout are those of the distribution at the
+    end of them, the one that was sampled from.
+
+    Training recomputes log-probs from the model's own logits at ``temperature`` and knows none of the other steps, so
+    wherever these change a distribution, the two differ by design: the ratio of training to rollout probability is the
+    importance ratio between two policies, not numerical noise. Keep ``old_logprobs`` of the trainer at "auto" or
+    "recompute" then, so that the clipped ratio compares training with training, and expect
+    ``actor/rollout_gap_max`` to be large.
+
     Raises:
         ValueError: A value is out of its range.
     """
@@ -29,12 +40,24 @@ class SamplingParams:
     """Samples for each prompt, at least 1."""
     max_new_tokens: int = 256
     """Longest response, in tokens, the end token included, at least 1."""
+    min_new_tokens: int = 0
+    """No end token, of the model or of ``stop_token_ids``, can be sampled while the response has fewer tokens than
+    this, and no stop string that is complete by then ends it; from 0 to ``max_new_tokens``."""
     temperature: float = 1.0
     """Logits are divided by it before the softmax; 0 means greedy (then log-probs are those of temperature 1)."""
     top_k: int | None = None
     """Keep only the k likeliest tokens; None keeps all."""
     top_p: float = 1.0
     """Keep the smallest set of likeliest tokens whose probability reaches it, in (0, 1]; applied after top-k."""
+    min_p: float = 0.0
+    """Keep the tokens whose probability is at least this times the largest one, in [0, 1]; applied after top-p. 0 keeps
+    all, 1 only the likeliest and those equal to it. Greedy sampling does not read it."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens that the prompt or the response holds already are divided by it where positive and multiplied
+    by it where negative (CTRL, Keskar et al. 2019), above 0; 1 changes nothing, more discourages repetition."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    """What is added to the logits of single tokens, by token id: finite numbers, or -inf for a token that must never be
+    sampled. Copied; the default adds nothing."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a response, besides the model's own end tokens."""
     stop_strings: tuple[str, ...] = ()
@@ -46,12 +69,23 @@ class SamplingParams:
         for name in ("n", "max_new_tokens"):
             if not _is_int(getattr(self, name), at_least=1):
                 raise _invalid(name, getattr(self, name), "an integer of at least 1")
+        if not (_is_int(self.min_new_tokens, at_least=0) and self.min_new_tokens <= self.max_new_tokens):
+            rule = f"an integer from 0 to max_new_tokens ({self.max_new_tokens})"
+            raise _invalid("min_new_tokens", self.min_new_tokens, rule)
         if not (_is_finite(self.temperature) and self.temperature >= 0):
             raise _invalid("temperature", self.temperature, "a finite number of at least 0 (0 is greedy)")
         if self.top_k is not None and not _is_int(self.top_k, at_least=1):
             raise _invalid("top_k", self.top_k, "an integer of at least 1, or None to keep all tokens")
         if not (_is_finite(self.top_p) and 0 < self.top_p <= 1):
             raise _invalid("top_p", self.top_p, "a number in (0, 1] (1 keeps all tokens)")
+        if not (_is_finite(self.min_p) and 0 <= self.min_p <= 1):
+            raise _invalid("min_p", self.min_p, "a number in [0, 1] (0 keeps all tokens)")
+        if not (_is_finite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise _invalid("repetition_penalty", self.repetition_penalty, "a finite number above 0 (1 changes nothing)")
+        if not _is_logit_bias(self.logit_bias):
+            rule = "a mapping of token ids of at least 0 to finite numbers or -inf, such as {2: -1.5}"
+            raise _invalid("logit_bias", self.logit_bias, rule)
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # a caller may change its own later
         if not (isinstance(self.stop_token_ids, tuple) and all(_is_int(i, at_least=0) for i in self.stop_token_ids)):
             raise _invalid("stop_token_ids", self.stop_token_ids, "a tuple of token ids of at least 0, such as (2,)")
         if not (isinstance(self.stop_strings, tuple) and all(isinstance(s, str) and s for s in self.stop_strings)):
@@ -68,6 +102,12 @@ def _is_int(value: object, at_least: int | None = None) -> bool:
 
 def _is_finite(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_logit_bias(value: object) -> bool:
+    return isinstance(value, Mapping) and all(
+        _is_int(token, at_least=0) and (_is_finite(bias) or bias == -math.inf) for token, bias in value.items()
+    )
 
 
 def _invalid(name: str, value: object, rule: str) -> ValueError:
@@ -113,12 +153,13 @@ def sample_tokens(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tu
     """Sample one token a row by inverting the cumulative distribution.
 
     Temperature 0 takes the likeliest token (of equals the lowest id); its log-prob is that of temperature 1 over the
-    whole vocabulary, whatever top-k and top-p are, since the greedy distribution itself has only the log-prob 0. A
-    token of zero probability is never sampled.
+    whole vocabulary, whatever top-k, top-p and min-p are, since the greedy distribution itself has only the log-prob 0.
+    A token of zero probability is never sampled.
 
     Args:
         logits: ``[N, V]``, any float type, not modified; -inf marks a forbidden token.
-        params: Temperature, top-k and top-p; the rest is not read.
+        params: Temperature, top-k, top-p and min-p; the rest is not read:
+            :class:`~lightning_verl.rollout.adjust.LogitAdjuster` applies what changes logits before.
         uniform: From :func:`uniforms`, float64 ``[N]``; not read when greedy.
 
     Returns:
@@ -135,15 +176,16 @@ def sample_tokens(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tu
 
 
 def support_logprobs(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Return the log-probs that sampling at a temperature above 0 draws from, after top-k and then top-p.
+    """Return the log-probs that sampling at a temperature above 0 draws from, after top-k, then top-p, then min-p.
 
     Top-k keeps exactly k tokens, of equal ones those with the lowest ids. Top-p keeps the smallest set of likeliest
     tokens whose probability, among those that top-k left, reaches ``top_p``: the token that crosses it is kept, so at
-    least one is. The vocabulary is sorted for top-p only.
+    least one is. Min-p keeps, of what is left, the tokens whose probability is at least ``min_p`` times the largest
+    one, which itself is always kept. The vocabulary is sorted for top-p only.
 
     Args:
         logits: ``[N, V]``.
-        params: A temperature above 0, top-k and top-p.
+        params: A temperature above 0, top-k, top-p and min-p.
 
     Returns:
         float32 ``[N, V]``, normalised over the kept tokens, -inf elsewhere.
@@ -155,6 +197,8 @@ def support_logprobs(logits: Tensor, params: SamplingParams) -> Tensor:
         scaled = scaled.masked_fill(~_top_k_mask(scaled, params.top_k), -math.inf)
     if params.top_p < 1:
         scaled = scaled.masked_fill(~_top_p_mask(scaled, params.top_p), -math.inf)
+    if params.min_p > 0:  # the largest is exp(0), so exp(scaled) is already relative to it
+        scaled = scaled.masked_fill(scaled < math.log(params.min_p) - _MIN_P_ROUNDING, -math.inf)
     return scaled.log_softmax(-1)
 
 
@@ -219,5 +263,7 @@ _MULTIPLIERS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
 _TOP_P_ROUNDING = 1e-6
 """How far below top_p a cumulative probability counts as having reached it: float32 logits of 0.5 and 0.3 may sum to a
 little less than 0.8, and a set that reaches 0.8 on paper must not depend on that."""
+_MIN_P_ROUNDING = 1e-6
+"""How far below log(min_p) a log-ratio counts as having reached it, for the same reason."""
 _LOWEST_TEMPERATURE = torch.finfo(torch.float32).tiny
 """Lower temperatures are 0 in float32, and 0 / 0 is NaN."""

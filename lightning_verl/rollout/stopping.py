@@ -21,10 +21,12 @@ class StopRule:
     """Tells whether a response has ended with its last token, and why.
 
     An end token wins over a stop string, and both win over the length limit. Stop strings are looked for in the text of
-    the response alone, special tokens included, not across the border to the prompt.
+    the response alone, special tokens included, not across the border to the prompt; one that was complete with fewer
+    than ``min_new_tokens`` tokens does not count.
 
     Args:
-        sampling: Gives ``max_new_tokens``, ``stop_token_ids`` and ``stop_strings``.
+        sampling: Gives ``max_new_tokens``, ``min_new_tokens``, ``stop_token_ids`` and ``stop_strings``. That no end
+            token comes too early is up to :class:`~lightning_verl.rollout.adjust.LogitAdjuster`.
         eos_token_ids: The model's own end tokens.
         tokenizer: Decodes the response; only stop strings need it.
 
@@ -41,6 +43,7 @@ class StopRule:
                 "engine has no tokenizer; give it tokenizer=..., or use stop_token_ids."
             )
         self._max_new_tokens = sampling.max_new_tokens
+        self._min_new_tokens = sampling.min_new_tokens
         self._end_token_ids = frozenset(eos_token_ids) | frozenset(sampling.stop_token_ids)
         self._stop_strings = sampling.stop_strings
         self._tokenizer = tokenizer
@@ -58,7 +61,10 @@ class StopRule:
         return FinishReason.LENGTH if len(response) >= self._max_new_tokens else None
 
     def _has_stop_string(self, response: list[int]) -> bool:
-        if not self._stop_strings or self._tokenizer is None:
+        if not self._stop_strings or self._tokenizer is None or len(response) < self._min_new_tokens:
             return False
-        text = self._tokenizer.decode(response, skip_special_tokens=False)
-        return any(stop in text for stop in self._stop_strings)
+        text, early = self._tokenizer.decode(response, skip_special_tokens=False), ""
+        if self._min_new_tokens > 1:  # a stop string that lies in the text of fewer tokens was complete too early
+            early = self._tokenizer.decode(response[: self._min_new_tokens - 1], skip_special_tokens=False)
+            early = early.rstrip("\ufffd")  # stands for a character whose last bytes come with the next token
+        return any(text.find(stop, max(0, len(early) - len(stop) + 1)) >= 0 for stop in self._stop_strings)
