@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 
-def hidden_states(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+def hidden_states(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
     """The last hidden states, after the final norm.
 
     Rows are right-padded and attention is causal, so neither a mask nor position ids are needed: no real token sees
@@ -16,11 +16,13 @@ def hidden_states(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     Args:
         model: A causal model, with or without a head.
         input_ids: int64 ``[B, T]``.
+        position_ids: int64 ``[B, T]``; None counts from 0.
 
     Returns:
         ``[B, T, H]``.
     """
-    return model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
+    output = model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+    return output.last_hidden_state  # type: ignore[no-any-return]
 
 
 def output_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:

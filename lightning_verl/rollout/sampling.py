@@ -192,7 +192,7 @@ def support_logprobs(logits: Tensor, params: SamplingParams) -> Tensor:
     """
     scaled = logits.float()
     # The maximum becomes 0 first: a very low temperature must not overflow float32.
-    scaled = (scaled - scaled.amax(-1, keepdim=True)) / max(params.temperature, _LOWEST_TEMPERATURE)
+    scaled = (scaled - scaled.amax(-1, keepdim=True)) / max(params.temperature, LOWEST_TEMPERATURE)
     if params.top_k is not None and params.top_k < scaled.shape[-1]:
         scaled = scaled.masked_fill(~_top_k_mask(scaled, params.top_k), -math.inf)
     if params.top_p < 1:
@@ -265,5 +265,5 @@ _TOP_P_ROUNDING = 1e-6
 little less than 0.8, and a set that reaches 0.8 on paper must not depend on that."""
 _MIN_P_ROUNDING = 1e-6
 """How far below log(min_p) a log-ratio counts as having reached it, for the same reason."""
-_LOWEST_TEMPERATURE = torch.finfo(torch.float32).tiny
+LOWEST_TEMPERATURE = torch.finfo(torch.float32).tiny
 """Lower temperatures are 0 in float32, and 0 / 0 is NaN."""

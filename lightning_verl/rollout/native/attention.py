@@ -159,7 +159,7 @@ def _paged_attention(
     index = int(layer)
     if _Current.probe is not None:
         _Current.probe.append(SeenLayer(index, key.shape[1], key.shape[3], key.dtype))
-        return query.transpose(1, 2).contiguous()
+        return query.transpose(1, 2).clone()
     batch = _Current.batch
     if batch is None:
         raise RuntimeError(f"The attention {NAME!r} works inside NativeEngine.generate only.")

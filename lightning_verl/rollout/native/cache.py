@@ -68,9 +68,9 @@ class KVCache:
         self._host = torch.empty(host_blocks, *outer, *inner, dtype=dtype, pin_memory=pinned) if host_blocks else None
 
     @property
-    def nbytes(self) -> int:
-        """Bytes on the device."""
-        return self.data.nbytes
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return self.data.nbytes // self.blocks
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, from and to."""

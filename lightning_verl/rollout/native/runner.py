@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightning_verl.models.heads import hidden_states, output_logits
-from lightning_verl.rollout.adjust import LogitAdjuster
+from lightning_verl.rollout.adjust import LogitAdjuster, seen_tokens
 from lightning_verl.rollout.native.attention import SeenLayer, attending, probing
 from lightning_verl.rollout.native.batch import forward_input
 from lightning_verl.rollout.native.cache import CacheShape, KVCache
@@ -70,18 +70,18 @@ class Runner:
         seeds = torch.tensor([request.seed for request in requests], dtype=torch.int64).to(device)
         produced = torch.tensor([len(request.response) for request in requests], dtype=torch.int64).to(device)
         if self.adjuster.active:
-            seen = seen_tokens(requests, logits.shape[-1], device) if self.adjuster.needs_seen else None
+            seen = seen_of(requests, logits.shape[-1], device) if self.adjuster.needs_seen else None
             logits = self.adjuster(logits, produced, seen)
         return sample_tokens(logits, self.sampling, uniforms(seeds, produced))
 
 
-def seen_tokens(requests: Sequence[Request], vocabulary: int, device: torch.device) -> Tensor:
+def seen_of(requests: Sequence[Request], vocabulary: int, device: torch.device) -> Tensor:
     """Which tokens prompt and response of some samples hold, bool ``[L, V]``."""
-    rows = [row for row, request in enumerate(requests) for _ in range(request.length)]
-    tokens = [token for request in requests for token in request.tokens(0, request.length)]
-    seen = torch.zeros(len(requests), vocabulary, dtype=torch.bool)
-    seen[torch.tensor(rows), torch.tensor(tokens)] = True
-    return seen.to(device)
+    rows = [request.tokens(0, request.length) for request in requests]
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows]).to(device)
+    lengths = torch.tensor([len(row) for row in rows]).to(device)
+    return seen_tokens(ids, torch.arange(width, device=device) < lengths[:, None], vocabulary)
 
 
 def probe(model: Any) -> CacheShape:

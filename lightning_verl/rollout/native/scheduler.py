@@ -151,7 +151,7 @@ class Scheduler:
                 f"Scheduler: a sample of {limits.longest} tokens takes {most} blocks of {limits.block_size} tokens, but "
                 f"the cache has {pool.size}. Free memory for the rollout, or lower max_new_tokens."
             )
-        self._limits, self._pool, self._rule, self._host = limits, pool, rule, host
+        self.limits, self.pool, self._rule, self._host = limits, pool, rule, host
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self.preemptions = 0
@@ -169,7 +169,7 @@ class Scheduler:
             return None
         step = Step()
         step.tokens = self._make_room(step)
-        budget = self._limits.tokens
+        budget = self.limits.tokens
         for request in list(self._running):  # those that join in this step are no part of it
             if budget:
                 budget -= self._compute(request, step, budget)
@@ -200,7 +200,7 @@ class Scheduler:
             if step.decodes:
                 request.cached += len(request.response) - before - 1
             if request.reason is not None:
-                self._pool.give_back(request.blocks)
+                self.pool.give_back(request.blocks)
                 request.blocks = []
         self._running = [request for request in self._running if request.reason is None]
 
@@ -208,40 +208,40 @@ class Scheduler:
 
     def _make_room(self, step: Step) -> int:
         """Give everyone that runs the blocks for its next tokens; returns for how many."""
-        left = max((self._limits.response - len(request.response) for request in self._running), default=1)
+        left = max((self.limits.response - len(request.response) for request in self._running), default=1)
         decode = all(request.pending == 1 for request in self._running)
-        burst = min(self._limits.burst, left) if decode else 1
-        if burst > 1 and sum(self._missing(request, burst) for request in self._running) > self._pool.free:
+        burst = min(self.limits.burst, left) if decode else 1
+        if burst > 1 and sum(self._missing(request, burst) for request in self._running) > self.pool.free:
             burst = 1
         place = 0
         while place < len(self._running):
             request = self._running[place]
             missing = self._missing(request, burst)
-            while missing > self._pool.free:
+            while missing > self.pool.free:
                 if self._forget_prefix():
                     continue
                 self._step_back(self._running[-1], step)
                 if place == len(self._running):  # it was its own turn to go
                     return burst
-            request.blocks += self._pool.take(missing)
+            request.blocks += self.pool.take(missing)
             place += 1
         return burst
 
     def _missing(self, request: Request, burst: int) -> int:
-        length = min(max(request.length, request.cached + burst), self._limits.longest)
-        return max(0, -(-length // self._limits.block_size) - len(request.blocks))
+        length = min(max(request.length, request.cached + burst), self.limits.longest)
+        return max(0, -(-length // self.limits.block_size) - len(request.blocks))
 
     def _step_back(self, request: Request, step: Step) -> None:
         """Take the blocks of a sample away; it waits at the front."""
         self.preemptions += 1
         self._running.remove(request)
-        used = request.blocks[: -(-request.cached // self._limits.block_size)]
+        used = request.blocks[: -(-request.cached // self.limits.block_size)]
         if self._host is not None and self._host.free >= len(used):
             request.host_blocks = self._host.take(len(used))
             step.swap_out += zip(used, request.host_blocks, strict=True)
         else:
             request.cached = 0
-        self._pool.give_back(request.blocks)
+        self.pool.give_back(request.blocks)
         request.blocks = []
         self._waiting.appendleft(request)
 
@@ -249,7 +249,7 @@ class Scheduler:
         """Give up a prompt that is only kept for others; returns whether there was one."""
         for request in self._waiting:
             if request.group.prefix:
-                self._pool.give_back(request.group.prefix)
+                self.pool.give_back(request.group.prefix)
                 request.group.prefix = []
                 return True
         return False
@@ -266,16 +266,16 @@ class Scheduler:
 
     def _enter(self, step: Step, budget: int) -> None:
         """Let waiting samples in, in their order, as far as rows, tokens and blocks go."""
-        if self._running and self._limits.rows - len(self._running) < -(-self._limits.rows // _ENTER_SHARE):
+        if self._running and self.limits.rows - len(self._running) < -(-self.limits.rows // _ENTER_SHARE):
             return
-        while self._waiting and budget and len(self._running) < self._limits.rows:
+        while self._waiting and budget and len(self._running) < self.limits.rows:
             request = self._waiting[0]
             prefix = [] if request.host_blocks else self._usable_prefix(request)
-            need = -(-request.length // self._limits.block_size) - len(prefix)
+            need = -(-request.length // self.limits.block_size) - len(prefix)
             # Each of those that run may want a block next; without any of them everything is free for this one.
-            if self._running and need + len(self._running) > self._pool.free:
+            if self._running and need + len(self._running) > self.pool.free:
                 return
-            if need > self._pool.free:
+            if need > self.pool.free:
                 if not self._forget_prefix():
                     return
                 continue
@@ -284,13 +284,13 @@ class Scheduler:
             budget -= self._compute(request, step, budget)
 
     def _admit(self, request: Request, prefix: list[int], need: int, step: Step) -> None:
-        request.blocks = self._pool.share(prefix) + self._pool.take(need)
+        request.blocks = self.pool.share(prefix) + self.pool.take(need)
         if request.host_blocks and self._host is not None:
             step.swap_in += zip(request.host_blocks, request.blocks, strict=False)
             self._host.give_back(request.host_blocks)
             request.host_blocks = []
         else:
-            request.cached = len(prefix) * self._limits.block_size
+            request.cached = len(prefix) * self.limits.block_size
         if request in request.group.newcomers:
             request.group.newcomers.remove(request)
         self._drop_prefix_if_last(request.group)
@@ -298,33 +298,33 @@ class Scheduler:
 
     def _usable_prefix(self, request: Request) -> list[int]:
         """Blocks of the prompt that are there already; one token at least is left to compute, for its logits."""
-        return request.group.prefix[: (request.length - 1) // self._limits.block_size]
+        return request.group.prefix[: (request.length - 1) // self.limits.block_size]
 
     def _join(self, leader: Request, step: Step) -> list[Request]:
         """Let others of the group in at the end of their prompt, which the leader computes in this step."""
-        group, size = leader.group, self._limits.block_size
+        group, size = leader.group, self.limits.block_size
         joined: list[Request] = []
         if leader.response:
             return joined
         full, rest = divmod(len(group.prompt), size)
-        while group.newcomers and len(self._running) < self._limits.rows:
-            if (1 if rest else 0) + len(self._running) > self._pool.free:
+        while group.newcomers and len(self._running) < self.limits.rows:
+            if (1 if rest else 0) + len(self._running) > self.pool.free:
                 break
             request = group.newcomers.popleft()
             self._waiting.remove(request)
-            request.blocks = self._pool.share(leader.blocks[:full])
+            request.blocks = self.pool.share(leader.blocks[:full])
             if rest:
-                request.blocks += self._pool.take(1)
+                request.blocks += self.pool.take(1)
                 step.copies.append((leader.blocks[full], request.blocks[full]))
             request.cached = len(group.prompt)
             self._running.append(request)
             joined.append(request)
         if group.newcomers and not group.prefix:
-            group.prefix = self._pool.share(leader.blocks[:full])
+            group.prefix = self.pool.share(leader.blocks[:full])
         self._drop_prefix_if_last(group)
         return joined
 
     def _drop_prefix_if_last(self, group: Group) -> None:
         if not group.newcomers and group.prefix:
-            self._pool.give_back(group.prefix)
+            self.pool.give_back(group.prefix)
             group.prefix = []

@@ -1,0 +1,356 @@
+"""The native rollout engine: the actor's own module generates, over a key-value cache in blocks.
+
+No weight is copied or converted: the model's attention layers are pointed at the cache while ``generate`` runs. Prompts
+of a group are computed once, samples that end make room for others at once, and when the cache is full samples step
+back and go on later. What a response is depends on its seed alone, not on any of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+from lightning_verl.data.experience import PromptBatch
+from lightning_verl.models.modes import deterministic
+from lightning_verl.rollout.adjust import LogitAdjuster
+from lightning_verl.rollout.base import FinishReason, Rollouts
+from lightning_verl.rollout.inputs import (
+    check_lengths,
+    indices_of,
+    refuse_weights,
+    rollouts_of,
+    starting_together,
+    token_lists,
+)
+from lightning_verl.rollout.native.attention import paged_attention
+from lightning_verl.rollout.native.blocks import BlockPool
+from lightning_verl.rollout.native.cache import CacheShape, KVCache, KVDtype, free_bytes
+from lightning_verl.rollout.native.runner import Runner, probe
+from lightning_verl.rollout.native.scheduler import Group, Limits, Request, Scheduler, Step
+from lightning_verl.rollout.native.support import check_native
+from lightning_verl.rollout.sampling import SamplingParams, sample_seeds
+from lightning_verl.rollout.stopping import Decoder, StopRule
+
+if TYPE_CHECKING:
+    from lightning_verl.rollout.native.graphs import CompiledLayers
+
+
+@dataclass(frozen=True)
+class NativeOptions:
+    """How the native engine uses memory.
+
+    Raises:
+        ValueError: A value is out of its range.
+    """
+
+    kv_cache_dtype: KVDtype = "auto"
+    """What keys and values are kept as: as the model computes them ("auto"), "bfloat16", or "fp8" (e4m3, unscaled)."""
+    kv_cache_bytes: int | None = None
+    """Most memory of the cache on each rank; None takes what a rollout needs, as far as it is free at that moment."""
+    offload_kvcache: bool = False
+    """Whether samples that have to step back leave their blocks in host memory, instead of being computed again."""
+    keep_kvcache: bool = False
+    """Whether the cache stays between rollouts; else its memory is the update's."""
+
+    cuda_graphs: bool = True
+    """Whether decoding on a GPU is captured as CUDA graphs; else the host launches every kernel."""
+    compile_layers: bool = True
+    """Whether captured layers are compiled."""
+
+    def __post_init__(self) -> None:
+        if self.kv_cache_dtype not in ("auto", "bfloat16", "fp8"):
+            raise ValueError(
+                f"NativeOptions: kv_cache_dtype is {self.kv_cache_dtype!r}; it must be 'auto', 'bfloat16' or 'fp8'."
+            )
+        if self.kv_cache_bytes is not None and self.kv_cache_bytes <= 0:
+            raise ValueError(
+                f"NativeOptions: kv_cache_bytes is {self.kv_cache_bytes!r}; it must be positive, or None for what is "
+                "free."
+            )
+
+
+@dataclass(frozen=True)
+class RolloutReport:
+    """What one ``generate`` took, on this rank."""
+
+    steps: int
+    """Forward passes."""
+    computed_tokens: int
+    """Tokens that went through the model; prompts that were shared count once."""
+    preemptions: int
+    """How often a sample had to step back because the cache was full."""
+    swapped_bytes: int
+    """What went to host memory and came back, both counted."""
+    cache_bytes: int
+    """Memory of the cache on the device."""
+    used_bytes: int
+    """What of it was in use at the peak."""
+    host_bytes: int
+    """Memory of the cache in host memory."""
+
+
+@dataclass(frozen=True)
+class _Bounds:
+    """What bounds a step on a kind of device."""
+
+    block_size: int
+    rows: int
+    tokens: int
+    burst: int
+
+
+_BOUNDS = {
+    "cuda": _Bounds(block_size=64, rows=512, tokens=8192, burst=16),
+    "cpu": _Bounds(block_size=16, rows=1024, tokens=4096, burst=1),
+}
+
+
+class NativeEngine:
+    """Samples with the model's own layers over a cache in blocks.
+
+    The model runs in eval mode, and every module gets its mode and its attention back, after errors and interrupts
+    too. All ranks of a tensor axis must be given the same prompts; they take the same steps.
+
+    Args:
+        model: A causal language model of transformers whose layers attend through its attention interface.
+        pad_token_id: Fills the right of short responses.
+        eos_token_ids: The model's end tokens.
+        tokenizer: Decodes responses, for stop strings only.
+        options: How memory is used.
+        step_group: Ranks that must take equally many steps, because a step of the model is a collective call of theirs
+            (experts divided over ranks). Each must call ``generate`` with prompts of its own, or without any.
+        tensor_group: Ranks that share the model's weights, who agree on the size of the cache.
+
+    Raises:
+        ValueError: The model is none that it can run.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        pad_token_id: int,
+        eos_token_ids: Sequence[int],
+        tokenizer: Decoder | None = None,
+        options: NativeOptions | None = None,
+        step_group: dist.ProcessGroup | None = None,
+        tensor_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        check_native(model)
+        self.model = model
+        self.pad_token_id = pad_token_id
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.tokenizer = tokenizer
+        self.options = options or NativeOptions()
+        self.step_group = step_group
+        self.tensor_group = tensor_group
+        self.weight_version = 0
+        self.report: RolloutReport | None = None
+        """What the last ``generate`` took."""
+        self._shape: CacheShape | None = None
+        self._cache: KVCache | None = None
+        self._layers: CompiledLayers | None = None
+        self._runner: Runner | None = None
+        self._made_for: object = None
+        self._captures = self.options.cuda_graphs and not any(isinstance(m, FSDPModule) for m in model.modules())
+
+    def generate(
+        self,
+        prompts: PromptBatch | Sequence[Sequence[int]],
+        sampling: SamplingParams | None = None,
+        *,
+        step: int = 0,
+        prompt_indices: Sequence[int] | None = None,
+    ) -> Rollouts:
+        """Sample ``sampling.n`` responses for each prompt; see :class:`~lightning_verl.rollout.base.RolloutEngine`.
+
+        Args:
+            prompts: A prompt batch, or plain lists of token ids.
+            sampling: How to sample; None takes ``SamplingParams()``.
+            step: The training step.
+            prompt_indices: The index of each prompt; None takes ``PromptBatch.indices``, or 0, 1, 2... for plain lists.
+
+        Returns:
+            The responses, on the model's device; at least one column wide.
+
+        Raises:
+            ValueError: A prompt is empty or leaves too little room for ``max_new_tokens``, the indices do not match the
+                prompts, there are stop strings but no tokenizer, or no memory is left for one sample.
+            RuntimeError: Such an error on another rank of ``step_group``.
+        """
+        sampling = sampling or SamplingParams()
+        rows, name = token_lists(prompts), type(self).__name__
+        device = next(self.model.parameters()).device
+        rule = StopRule(sampling, self.eos_token_ids, self.tokenizer)
+        with self._running():
+            with starting_together(name, self.step_group, device):
+                check_lengths(name, self.model.config, rows, sampling)
+                indices = indices_of(name, prompts, prompt_indices)
+                groups = _groups(rows, sample_seeds(sampling.seed, step, indices, sampling.n).tolist(), sampling.n)
+                cache = self._cache_for(groups, sampling, device)
+                scheduler = self._scheduler(groups, sampling, rule, cache)
+            self._run(scheduler, sampling, cache)
+        requests = [request for _, members in groups for request in members]
+        return rollouts_of(
+            [request.response for request in requests],
+            [request.logprobs for request in requests],
+            [request.reason or FinishReason.LENGTH for request in requests],
+            sampling.n,
+            pad_token_id=self.pad_token_id,
+            weight_version=self.weight_version,
+            device=device,
+        )
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take the version of the trainer's weights, which this engine shares.
+
+        Args:
+            weights: Must be empty.
+            version: The version of the weights that the model holds now.
+
+        Raises:
+            ValueError: There are weights.
+        """
+        refuse_weights(type(self).__name__, weights, version)
+        self.weight_version = version
+
+    def release(self) -> None:
+        """Give the cache's memory back, unless ``keep_kvcache`` was asked for."""
+        if not self.options.keep_kvcache:
+            self._cache = self._runner = self._made_for = None
+
+    # ---- one generate ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        # no_grad and not inference_mode: parameters gathered here would stay inference tensors in the update.
+        with torch.no_grad(), deterministic(self.model), paged_attention(self.model):
+            self._shape = self._shape or probe(self.model)
+            yield
+
+    def _run(self, scheduler: Scheduler, sampling: SamplingParams, cache: KVCache) -> None:
+        """Take steps until every sample of this rank, and of those it steps with, has ended."""
+        device = cache.data.device
+        runner = self._runner_for(cache, sampling, scheduler.limits)
+        steps = computed = swapped = 0
+        while (step := self._next_step(scheduler, device)) is not None:
+            drawn = runner.run(step)
+            scheduler.record(step, drawn.tokens, drawn.logprobs)
+            steps += step.tokens
+            computed += sum(chunk.count for chunk in step.chunks) * step.tokens
+            swapped += len(step.swap_out) + len(step.swap_in)
+        self.report = RolloutReport(
+            steps=steps,
+            computed_tokens=computed,
+            preemptions=scheduler.preemptions,
+            swapped_bytes=swapped * cache.block_bytes,
+            cache_bytes=cache.blocks * cache.block_bytes,
+            used_bytes=scheduler.pool.most_used * cache.block_bytes,
+            host_bytes=cache.host_blocks * cache.block_bytes,
+        )
+
+    def _runner_for(self, cache: KVCache, sampling: SamplingParams, limits: Limits) -> Runner:
+        """What runs the steps. Captured graphs are used again while cache, weights and sampling stay."""
+        places = tuple(parameter.data_ptr() for parameter in self.model.parameters())
+        made_for = (id(cache), sampling, limits.rows, limits.longest, places)
+        if self._runner is not None and self._made_for == made_for:
+            return self._runner
+        adjuster = LogitAdjuster(sampling, self.eos_token_ids, self._vocabulary, cache.data.device)
+        if limits.burst == 1:
+            return Runner(self.model, cache, sampling, adjuster)
+        from lightning_verl.rollout.native.graphs import CompiledLayers, DecodeGraphs
+
+        if self.options.compile_layers and self._layers is None:
+            self._layers = CompiledLayers(self.model)
+        self._made_for = made_for
+        self._runner = DecodeGraphs(self.model, cache, sampling, adjuster, limits.rows, limits.longest, self._layers)
+        return self._runner
+
+    def _next_step(self, scheduler: Scheduler, device: torch.device) -> Step | None:
+        """The next step of this rank, an empty one while others of the step group go on."""
+        step = scheduler.next_step()
+        if self.step_group is None:
+            return step
+        running = torch.tensor([int(step is not None)], device=device)
+        dist.all_reduce(running, group=self.step_group)
+        return step or (Step() if running.item() else None)
+
+    # ---- memory ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _vocabulary(self) -> int:
+        return int(self.model.config.get_text_config().vocab_size)
+
+    def _cache_for(self, groups: _Groups, sampling: SamplingParams, device: torch.device) -> KVCache:
+        """The cache: as large as all samples together need, or as what is free allows."""
+        shape, bounds = self._shape, _BOUNDS[device.type]
+        if shape is None:
+            raise RuntimeError("NativeEngine: the model was not probed yet")
+        dtype = shape.stored(self.options.kv_cache_dtype)
+        need = _blocks_needed(groups, sampling.max_new_tokens, bounds)
+        if self._cache is not None and self._cache.blocks >= need:
+            return self._cache
+        self._cache = self._runner = self._made_for = None  # their memory counts as free
+        block = shape.block_bytes(bounds.block_size, dtype)
+        free = free_bytes(device) - self._headroom(bounds) if device.type == "cuda" else free_bytes(device)
+        blocks = min(need, max(0, min(free, self.options.kv_cache_bytes or free)) // block)
+        if self.tensor_group is not None:
+            least = torch.tensor([blocks], device=device)
+            dist.all_reduce(least, dist.ReduceOp.MIN, group=self.tensor_group)
+            blocks = int(least)
+        host = need - blocks + 1 if self.options.offload_kvcache and blocks < need else 0
+        self._cache = KVCache(shape, max(blocks, 2), bounds.block_size, dtype, device, host)
+        return self._cache
+
+    def _headroom(self, bounds: _Bounds) -> int:
+        """Bytes that a step needs besides the cache: activations of its tokens, and a few copies of the logits."""
+        config = self.model.config.get_text_config()
+        width = 12 * config.hidden_size + 4 * getattr(config, "intermediate_size", 4 * config.hidden_size)
+        return 4 * bounds.tokens * width + 24 * bounds.rows * self._vocabulary
+
+    def _scheduler(self, groups: _Groups, sampling: SamplingParams, rule: StopRule, cache: KVCache) -> Scheduler:
+        bounds = _BOUNDS[cache.data.device.type]
+        longest = max((len(group.prompt) for group, _ in groups), default=0) + sampling.max_new_tokens
+        rows = min(bounds.rows, max(1, sum(len(requests) for _, requests in groups)))
+        burst = 1 if self.step_group is not None or not self._captures else bounds.burst
+        limits = Limits(bounds.block_size, rows, bounds.tokens, burst, sampling.max_new_tokens, longest)
+        host = BlockPool(cache.host_blocks) if cache.host_blocks else None
+        scheduler = Scheduler(limits, BlockPool(cache.blocks), rule, host)
+        for group, requests in groups:
+            scheduler.add(group, requests)
+        return scheduler
+
+
+_Groups = list[tuple[Group, list[Request]]]
+
+
+def _groups(prompts: Sequence[list[int]], seeds: Sequence[int], n: int) -> _Groups:
+    """The requests of a rollout, by prompt."""
+    groups = []
+    for place, prompt in enumerate(prompts):
+        group = Group(prompt)
+        rows = range(place * n, (place + 1) * n)
+        groups.append((group, [Request(row, seeds[row], group) for row in rows]))
+    return groups
+
+
+def _blocks_needed(groups: _Groups, new_tokens: int, bounds: _Bounds) -> int:
+    """Blocks with which no sample ever has to step back: prompts are shared, the rest of the longest counts."""
+    size = bounds.block_size
+    shared = sum(len(group.prompt) // size for group, _ in groups)
+    own = [
+        -(-(len(group.prompt) + new_tokens) // size) - len(group.prompt) // size
+        for group, requests in groups
+        for _ in requests
+    ]
+    # The scheduler lets nobody in without a block for each of those that run.
+    running = sorted(own, reverse=True)[: bounds.rows]
+    return shared + sum(running) + len(running) + 1

@@ -1,0 +1,181 @@
+"""Decoding on a GPU: a step is captured once as a CUDA graph for each batch size, and replayed token after token.
+
+Everything that changes from one token to the next is on the device and is advanced by the graph itself, so that the
+host launches one graph a token and reads the results once a burst.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lightning_verl.models.heads import hidden_states, output_logits
+from lightning_verl.rollout.adjust import LogitAdjuster
+from lightning_verl.rollout.native.attention import PagedBatch, attending
+from lightning_verl.rollout.native.batch import block_tables
+from lightning_verl.rollout.native.cache import KVCache
+from lightning_verl.rollout.native.draw import draw_tokens
+from lightning_verl.rollout.native.kernels import Tiles
+from lightning_verl.rollout.native.runner import Drawn, Runner, seen_of
+from lightning_verl.rollout.native.scheduler import Request, Step
+from lightning_verl.rollout.sampling import SamplingParams, uniforms
+
+BURST = 16
+"""Most tokens between two looks of the host: a sample that ended is computed for half as many on average in vain."""
+SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
+"""Batch sizes that are captured, each when it is first needed."""
+
+
+class CompiledLayers:
+    """The decoder layers of a model, compiled; only used inside ``enabled``.
+
+    Args:
+        model: The model. All its layers share what the first of a kind compiles to.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        count = model.config.get_text_config().num_hidden_layers
+        lists = [module for module in model.base_model.modules() if isinstance(module, nn.ModuleList)]
+        layers = next(module for module in lists if len(module) == count)
+        self._compiled = [(layer, torch.compile(layer._call_impl, dynamic=True)) for layer in layers]
+
+    @contextmanager
+    def enabled(self) -> Iterator[None]:
+        """Let calls of the layers run what was compiled."""
+        try:
+            for layer, compiled in self._compiled:
+                layer._compiled_call_impl = compiled
+            yield
+        finally:
+            for layer, _ in self._compiled:
+                layer._compiled_call_impl = None
+
+
+class DecodeGraphs(Runner):
+    """Runs steps, those that only decode as replayed graphs.
+
+    Args:
+        model: The model, in eval mode, its attention on the cache. Its weights stay where they are in memory.
+        cache: The cache; it stays where it is too.
+        sampling: How to draw.
+        adjuster: What happens to logits before that.
+        rows: Most samples at once.
+        longest: Most tokens of a prompt and its response.
+        layers: The model's layers, compiled; None runs them as they are.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: KVCache,
+        sampling: SamplingParams,
+        adjuster: LogitAdjuster,
+        rows: int,
+        longest: int,
+        layers: CompiledLayers | None,
+    ) -> None:
+        super().__init__(model, cache, sampling, adjuster)
+        self._layers, self._longest = layers, longest
+        device = cache.data.device
+        self._rows = next((size for size in SIZES if size >= rows), SIZES[-1])
+        width = -(-(longest + BURST) // cache.block_size)
+        self._tables = torch.zeros(self._rows, width, dtype=torch.int32, device=device)
+        self._state = torch.zeros(4, self._rows, dtype=torch.int64, device=device)
+        """Rows: the last token, its position, the seed, and how many tokens the response has."""
+        self._turn = torch.zeros(1, dtype=torch.int64, device=device)
+        self._tokens = torch.zeros(BURST, self._rows, dtype=torch.int64, device=device)
+        self._logprobs = torch.zeros(BURST, self._rows, dtype=torch.float32, device=device)
+        vocabulary = model.config.get_text_config().vocab_size
+        seen = (self._rows, vocabulary) if adjuster.needs_seen else (0, 0)
+        self._seen = torch.zeros(*seen, dtype=torch.bool, device=device)
+        self._places = torch.arange(self._rows, dtype=torch.int32, device=device)
+        self._ones, self._zeros = torch.ones_like(self._places), torch.zeros_like(self._places)
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None
+
+    def run(self, step: Step) -> Drawn:
+        """Run a step; see :meth:`Runner.run`."""
+        samples = step.samples
+        if not step.decodes or len(samples) > self._rows or not samples:
+            return super().run(step)
+        self.cache.swap_out(step.swap_out)
+        self.cache.swap_in(step.swap_in)
+        count = len(samples)
+        size = next(size for size in SIZES if size >= count)
+        graph = self._graphs.get(size) or self._capture(size)
+        self._load(samples)
+        for _ in range(step.tokens):
+            graph.replay()
+        tokens = self._tokens[: step.tokens, :count].T.tolist()
+        return Drawn(tokens, self._logprobs[: step.tokens, :count].T.tolist())
+
+    def _load(self, requests: Sequence[Request]) -> None:
+        """Bring the state of samples to the device."""
+        columns = [
+            (*request.tokens(request.length - 1, 1), request.length - 1, request.seed, len(request.response))
+            for request in requests
+        ]
+        self._tables.zero_()  # rows behind the last one write to block 0
+        self._state.zero_()
+        state = torch.tensor(columns, dtype=torch.int64).T
+        self._state[:, : len(requests)] = state.to(self._state.device)
+        tables = block_tables([request.blocks for request in requests]).int()
+        self._tables[: len(requests), : tables.shape[1]] = tables.to(self._tables.device)
+        if self.adjuster.needs_seen:
+            self._seen[: len(requests)] = seen_of(requests, self._seen.shape[1], self._seen.device)
+        self._turn.zero_()
+
+    def _capture(self, size: int) -> torch.cuda.CUDAGraph:
+        self._tables.zero_()
+        self._state.zero_()
+        self._turn.zero_()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # compiles kernels and sets libraries up, which must not happen in a capture
+            self._decode(size)
+        torch.cuda.current_stream().wait_stream(stream)
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, such as NCCL's watchdog, go on calling CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            self._decode(size)
+        self._graphs[size] = graph
+        return graph
+
+    def _decode(self, size: int) -> None:
+        """One token for each of the first rows, from and to the state."""
+        tokens, positions, seeds, produced = (row[:size] for row in self._state)
+        tables, block_size = self._tables[:size], self.cache.block_size
+        # A row that has ended runs on until the burst is over; its position must stay one that the model knows.
+        at = positions.clamp(max=self._longest - 1)
+        block = tables.gather(1, (at // block_size)[:, None]).squeeze(1).long()
+        places, ones, zeros = self._places[:size], self._ones[:size], self._zeros[:size]
+        tiles = Tiles(tables, (at + 1).int(), places, ones, places, zeros, queries=1)
+        batch = PagedBatch(self.cache.data, block, at % block_size, tiles=tiles)
+        with attending(batch), self._compiled():
+            hidden = hidden_states(self.model, tokens[None], at[None])
+        logits = output_logits(self.model, hidden[0])
+        if self.adjuster.active:
+            logits = self.adjuster(logits, produced, self._seen[:size] if self.adjuster.needs_seen else None)
+        drawn, logprobs = draw_tokens(logits, self.sampling, uniforms(seeds, produced))
+        self._tokens[:, :size].index_copy_(0, self._turn, drawn[None])
+        self._logprobs[:, :size].index_copy_(0, self._turn, logprobs[None])
+        if self.adjuster.needs_seen:
+            self._seen[:size].scatter_(1, drawn[:, None], True)
+        tokens.copy_(drawn)
+        positions.add_(1)
+        produced.add_(1)
+        self._turn.add_(1)
+
+    @contextmanager
+    def _compiled(self) -> Iterator[None]:
+        if self._layers is None:
+            yield
+            return
+        with self._layers.enabled():
+            yield

@@ -1,0 +1,45 @@
+"""Which models the native engine runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+TESTED = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma", "gemma2", "gemma3_text", "gpt2")
+"""Values of ``config.model_type`` for which its tokens were held against those of ``model.generate``."""
+
+_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def check_native(model: Any) -> None:
+    """Check that the native engine can run a model.
+
+    Raises:
+        ValueError: It cannot; the message says why.
+    """
+    problem = native_problem(model)
+    if problem is not None:
+        raise ValueError(
+            f"NativeEngine cannot run {type(model).__name__}: {problem}. Use engine='transformers', which runs whatever "
+            "generate() of transformers runs."
+        )
+
+
+def native_problem(model: Any) -> str | None:
+    """Why the native engine cannot run a model; None if it can."""
+    config = getattr(model, "config", None)
+    if config is None or config.is_encoder_decoder or not model.can_generate():
+        return "it is not a causal language model with generate()"
+    if not getattr(model, "_supports_attention_backend", False):
+        return "its attention does not go through the attention interface of transformers"
+    config = config.get_text_config()
+    others = set(getattr(config, "layer_types", None) or ()) - _LAYERS
+    if others:
+        return f"its layers are of the types {sorted(others)}, and the cache holds {sorted(_LAYERS)} only"
+    if getattr(config, "use_bidirectional_attention", False):
+        return "its attention is not causal"
+    return None
+
+
+def is_tested(model: Any) -> bool:
+    """Whether its family is one of those that the native engine is tested with."""
+    return native_problem(model) is None and model.config.get_text_config().model_type in TESTED
