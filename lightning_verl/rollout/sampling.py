@@ -41,8 +41,8 @@ class SamplingParams:
     max_new_tokens: int = 256
     """Longest response, in tokens, the end token included, at least 1."""
     min_new_tokens: int = 0
-    """No end token, of the model or of ``stop_token_ids``, can be sampled while the response has fewer tokens than
-    this, and no stop string that is complete by then ends it; from 0 to ``max_new_tokens``."""
+    """Tokens before the one that may end a response, from 0 to ``max_new_tokens``: as long as there are fewer, no end
+    token (the model's or of ``stop_token_ids``) can be sampled, and the next token completes no stop string."""
     temperature: float = 1.0
     """Logits are divided by it before the softmax; 0 means greedy (then log-probs are those of temperature 1)."""
     top_k: int | None = None
