@@ -28,9 +28,9 @@ class SamplingParams:
 
     Training recomputes log-probs from the model's own logits at ``temperature`` and knows none of the other steps, so
     wherever these change a distribution, the two differ by design: the ratio of training to rollout probability is the
-    importance ratio between two policies, not numerical noise. Keep ``old_logprobs`` of the trainer at "auto" or
-    "recompute" then, so that the clipped ratio compares training with training, and expect
-    ``actor/rollout_gap_max`` to be large.
+    importance ratio between two policies, not numerical noise, and ``actor/rollout_gap_max`` is large. Keep
+    ``old_logprobs`` of the trainer at "auto" or "recompute" then, so that the clipped ratio compares training with
+    training; samples still come from another policy than the trained one, so keep such options mild in training.
 
     Raises:
         ValueError: A value is out of its range.
