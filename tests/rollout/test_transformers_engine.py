@@ -68,6 +68,19 @@ def forward_logprobs(model: Any, prompt: Sequence[int], response: Sequence[int],
     return logprobs.gather(-1, torch.tensor(response)[:, None])[:, 0]
 
 
+def plain_greedy(model: Any, prompt: list[int], **options: Any) -> list[int]:
+    """Twelve tokens of plain ``generate`` for one prompt, or fewer where it ends."""
+    whole = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        do_sample=False,
+        max_new_tokens=12,
+        pad_token_id=PAD,
+        **options,
+    )
+    return list(whole[0, len(prompt) :].tolist())
+
+
 class CharTokenizer:
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
         assert not skip_special_tokens
@@ -93,14 +106,7 @@ def test_engine_follows_the_protocol(llama: Any) -> None:
 def test_greedy_equals_plain_generate(model: Any) -> None:
     rollouts = make_engine(model).generate(PROMPTS, SamplingParams(temperature=0, max_new_tokens=12))
     for prompt, response, logprobs in zip(PROMPTS, responses(rollouts), logprob_lists(rollouts), strict=True):
-        plain = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            do_sample=False,
-            max_new_tokens=12,
-            pad_token_id=PAD,
-        )
-        assert response == plain[0, len(prompt) :].tolist()
+        assert response == plain_greedy(model, prompt)
         torch.testing.assert_close(logprobs, forward_logprobs(model, prompt, response, 1.0), atol=1e-5, rtol=0)
 
 
@@ -138,17 +144,9 @@ ADJUSTED = {"repetition_penalty": 1.8, "min_new_tokens": 5, "logit_bias": {EOS: 
 def test_greedy_with_adjusted_logits_equals_plain_generate(model: Any) -> None:
     rollouts = make_engine(model).generate(PROMPTS, SamplingParams(temperature=0, max_new_tokens=12, **ADJUSTED))
     for prompt, response in zip(PROMPTS, responses(rollouts), strict=True):
-        plain = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            do_sample=False,
-            max_new_tokens=12,
-            pad_token_id=PAD,
-            repetition_penalty=1.8,
-            min_new_tokens=5,
-            sequence_bias={(EOS,): 6.0, (9,): -2.0},
+        assert response == plain_greedy(
+            model, prompt, repetition_penalty=1.8, min_new_tokens=5, sequence_bias={(EOS,): 6.0, (9,): -2.0}
         )
-        assert response == plain[0, len(prompt) :].tolist()
     assert 5 < min(rollouts.lengths.tolist()) <= 12
     assert FinishReason.EOS in rollouts.finish_reasons
 
