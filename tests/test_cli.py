@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from lightning_verl import GRPO, PPO, SFT, AdaptiveKL, __version__
+from lightning_verl import GRPO, PPO, SFT, AdaptiveKL, SamplingParams, __version__
 from lightning_verl.cli import main
 from lightning_verl.config import ConfigError, import_function, make_algorithm, make_fabric, read_config
 from lightning_verl.quickstart.curves import read_logs
@@ -118,6 +120,14 @@ def test_config_is_typed_and_options_go_before_it(folder: Path) -> None:
     assert config.precision == "32-true"
 
 
+def test_sampling_options_are_typed(folder: Path) -> None:
+    sampling = {"min_p": 0.1, "repetition_penalty": 1.2, "min_new_tokens": 3, "logit_bias": {5: -1, 6: -math.inf}}
+    path = write(folder, sampling=sampling)
+    expected = SamplingParams(min_p=0.1, repetition_penalty=1.2, min_new_tokens=3, logit_bias={5: -1.0, 6: -math.inf})
+    assert read_config([path]).sampling == expected
+    assert read_config([path, "--sampling.logit_bias", "{7: 2.5}"]).sampling == replace(expected, logit_bias={7: 2.5})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -129,6 +139,8 @@ def test_config_is_typed_and_options_go_before_it(folder: Path) -> None:
         ({"steps": "many"}, "steps.*\n.*int.*many"),
         ({"precision": "fp8"}, "precision.*\n.*bf16-mixed.*fp8"),
         ({"sampling": {"temperature": -1.0}}, "SamplingParams: temperature is -1.0"),
+        ({"sampling": {"logit_bias": {"a": 1.0}}}, "sampling.logit_bias.*\n.*int.*'a'"),
+        ({"sampling": {"logit_bias": {5: math.inf}}}, "SamplingParams: logit_bias is {5: inf}"),
         ({"algorithm": {"name": "gpro"}}, "algorithm got an unknown name 'gpro'.*Did you mean 'grpo'"),
         ({"algorithm": {"kl": 0.1}}, "algorithm got an unknown name 'None'; known are 'grpo', 'ppo', 'sft'"),
         ({"algorithm": {"name": "grpo", "clips": 1}}, "algorithm grpo got an unknown option 'clips'.*mean 'clip'"),

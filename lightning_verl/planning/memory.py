@@ -40,8 +40,16 @@ UPDATE_LOGIT_BYTES = 16
 """Bytes for each logit of a chunk in its backward pass, entropy included, above the logit: four fp32 copies."""
 SCORE_LOGIT_BYTES = 4
 """The same without gradients: an fp32 copy, and another where logits are converted or divided by a temperature."""
-SAMPLE_BYTES = {"greedy": 12, "sampled": 24, "top_p": 45}
-"""Bytes for each logit of a row while its token is sampled, above the logit."""
+SAMPLE_BYTES = {
+    "greedy": 12,
+    "sampled": 24,
+    "top_p": 45,
+    "greedy, adjusted": 22,
+    "sampled, adjusted": 29,
+    "top_p, adjusted": 50,
+}
+"""Bytes for each logit of a row while its token is sampled, above the logit; "adjusted" where a bias, a repetition
+penalty and a minimum length change it first (with one of them it may be up to 6 less)."""
 
 
 @dataclass(frozen=True)

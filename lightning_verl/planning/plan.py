@@ -19,6 +19,7 @@ from lightning_verl.planning.traffic import HOST_RANKS
 from lightning_verl.roles.actor import Actor
 from lightning_verl.roles.critic import Critic
 from lightning_verl.roles.reference import Reference
+from lightning_verl.rollout.sampling import SamplingParams
 from lightning_verl.strategies.layout import RoleLayout, check_config, resolve_layouts
 from lightning_verl.strategies.mesh import DeviceMesh
 from lightning_verl.strategies.precision import HybridPrecision
@@ -275,7 +276,7 @@ def _memory(
     for rank in sorted({rank for memory in roles.values() for rank in memory.layout.ranks}):
         held = tuple(role for role, memory in roles.items() if memory.layout.holds(rank))
         kinds.setdefault(held, []).append(rank)
-    sampling = "greedy" if config.sampling.temperature == 0 else "top_p" if config.sampling.top_p < 1 else "sampled"
+    sampling = _sampling_kind(config.sampling)
     offload = bool(config.strategy.hybrid_engine_config.get("offload_to_cpu"))
     result = []
     for held, ranks in kinds.items():
@@ -294,6 +295,13 @@ def _memory(
             phases.append(Phase(name, parts))
         result.append(RankMemory(tuple(ranks), held, tuple(phases)))
     return tuple(result)
+
+
+def _sampling_kind(sampling: SamplingParams) -> str:
+    """The key of ``SAMPLE_BYTES``."""
+    kind = "greedy" if sampling.temperature == 0 else "top_p" if sampling.top_p < 1 else "sampled"
+    adjusted = sampling.logit_bias or sampling.repetition_penalty != 1 or sampling.min_new_tokens
+    return f"{kind}, adjusted" if adjusted else kind
 
 
 def _work(

@@ -37,8 +37,8 @@ class Rollouts:
     lengths: Tensor
     """Tokens produced, the end token included, int64 ``[N]``."""
     logprobs: Tensor
-    """Log-prob of each sampled token, at the sampling temperature and over the support that sampling used (after top-k
-    and top-p), float32 ``[N, R]``, 0 at padding."""
+    """Log-prob of each sampled token under the distribution that it was sampled from (after every step of
+    ``SamplingParams``; when greedy, that of temperature 1), float32 ``[N, R]``, 0 at padding."""
     finish_reasons: list[FinishReason]
     """One a row."""
     prompt_rows: Tensor

@@ -28,9 +28,9 @@ class SamplingParams:
 
     Training recomputes log-probs from the model's own logits at ``temperature`` and knows none of the other steps, so
     wherever these change a distribution, the two differ by design: the ratio of training to rollout probability is the
-    importance ratio between two policies, not numerical noise. Keep ``old_logprobs`` of the trainer at "auto" or
-    "recompute" then, so that the clipped ratio compares training with training, and expect
-    ``actor/rollout_gap_max`` to be large.
+    importance ratio between two policies, not numerical noise, and ``actor/rollout_gap_max`` is large. Keep
+    ``old_logprobs`` of the trainer at "auto" or "recompute" then, so that the clipped ratio compares training with
+    training; samples still come from another policy than the trained one, so keep such options mild in training.
 
     Raises:
         ValueError: A value is out of its range.
@@ -41,8 +41,8 @@ class SamplingParams:
     max_new_tokens: int = 256
     """Longest response, in tokens, the end token included, at least 1."""
     min_new_tokens: int = 0
-    """No end token, of the model or of ``stop_token_ids``, can be sampled while the response has fewer tokens than
-    this, and no stop string that is complete by then ends it; from 0 to ``max_new_tokens``."""
+    """Tokens before the one that may end a response, from 0 to ``max_new_tokens``: as long as there are fewer, no end
+    token (the model's or of ``stop_token_ids``) can be sampled, and the next token completes no stop string."""
     temperature: float = 1.0
     """Logits are divided by it before the softmax; 0 means greedy (then log-probs are those of temperature 1)."""
     top_k: int | None = None

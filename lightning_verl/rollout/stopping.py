@@ -21,8 +21,8 @@ class StopRule:
     """Tells whether a response has ended with its last token, and why.
 
     An end token wins over a stop string, and both win over the length limit. Stop strings are looked for in the text of
-    the response alone, special tokens included, not across the border to the prompt; one that was complete with fewer
-    than ``min_new_tokens`` tokens does not count.
+    the response alone, special tokens included, not across the border to the prompt; one that is complete within
+    the first ``min_new_tokens`` tokens does not count.
 
     Args:
         sampling: Gives ``max_new_tokens``, ``min_new_tokens``, ``stop_token_ids`` and ``stop_strings``. That no end
@@ -61,10 +61,10 @@ class StopRule:
         return FinishReason.LENGTH if len(response) >= self._max_new_tokens else None
 
     def _has_stop_string(self, response: list[int]) -> bool:
-        if not self._stop_strings or self._tokenizer is None or len(response) < self._min_new_tokens:
+        if not self._stop_strings or self._tokenizer is None or len(response) <= self._min_new_tokens:
             return False
         text, early = self._tokenizer.decode(response, skip_special_tokens=False), ""
-        if self._min_new_tokens > 1:  # a stop string that lies in the text of fewer tokens was complete too early
-            early = self._tokenizer.decode(response[: self._min_new_tokens - 1], skip_special_tokens=False)
+        if self._min_new_tokens:  # a stop string that ends in the text of these tokens was complete too early
+            early = self._tokenizer.decode(response[: self._min_new_tokens], skip_special_tokens=False)
             early = early.rstrip("\ufffd")  # stands for a character whose last bytes come with the next token
         return any(text.find(stop, max(0, len(early) - len(stop) + 1)) >= 0 for stop in self._stop_strings)

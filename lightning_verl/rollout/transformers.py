@@ -24,6 +24,7 @@ from transformers import (
 
 from lightning_verl.data.experience import PromptBatch
 from lightning_verl.models.modes import deterministic
+from lightning_verl.rollout.adjust import LogitAdjuster, seen_tokens
 from lightning_verl.rollout.base import FinishReason, Rollouts
 from lightning_verl.rollout.sampling import SamplingParams, sample_seeds, sample_tokens, uniforms
 from lightning_verl.rollout.stopping import Decoder, StopRule
@@ -93,7 +94,7 @@ class TransformersEngine:
 
         Raises:
             ValueError: A prompt is empty or leaves too little room for ``max_new_tokens``, the indices do not match the
-                prompts, or there are stop strings but no tokenizer.
+                prompts, there are stop strings but no tokenizer, or ``logit_bias`` does not fit the vocabulary.
             RuntimeError: Such an error on another rank of ``step_group``.
         """
         sampling = sampling or SamplingParams()
@@ -103,11 +104,16 @@ class TransformersEngine:
         with self._starting_together(device):
             indices = self._indices(prompts, prompt_indices).to(device)
             self._check_lengths(token_lists, sampling)
+            adjuster = LogitAdjuster(
+                sampling, self.eos_token_ids, self.model.config.get_text_config().vocab_size, device
+            )
 
         stopper = _Stopper(rule, rows=len(token_lists) * sampling.n, group=self.step_group)
         if not token_lists and self.step_group is not None:  # a made-up row, which the stopper does not count
             token_lists, indices = [[self.pad_token_id]], indices.new_zeros(1)
-        sampler = _Sampler(sampling, sample_seeds(sampling.seed, step, indices, sampling.n))
+        lengths = torch.tensor([len(tokens) for tokens in token_lists], dtype=torch.int64, device=device)
+        seeds = sample_seeds(sampling.seed, step, indices, sampling.n)
+        sampler = _Sampler(sampling, seeds, adjuster, lengths.repeat_interleave(sampling.n))
         if token_lists:
             self._run(token_lists, sampling, sampler, stopper, device)
         return self._collect(sampler, stopper, sampling.n, device)
@@ -221,17 +227,29 @@ class TransformersEngine:
 class _Sampler(LogitsProcessor):
     """Samples each row's next token, keeps its log-prob, and leaves the token as the only possible one."""
 
-    def __init__(self, sampling: SamplingParams, seeds: Tensor) -> None:
+    def __init__(
+        self, sampling: SamplingParams, seeds: Tensor, adjuster: LogitAdjuster, prompt_lengths: Tensor
+    ) -> None:
         self._sampling = sampling
         self._seeds = seeds
+        self._adjuster = adjuster
+        self._prompt_lengths = prompt_lengths
         self.logprobs: list[Tensor] = []
         """float32 ``[N]`` for each step; those of a row that has finished mean nothing."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        uniform = uniforms(self._seeds, position=len(self.logprobs))
-        tokens, logprobs = sample_tokens(scores, self._sampling, uniform)
+        produced = len(self.logprobs)
+        seen = self._seen(input_ids, produced, scores.shape[-1]) if self._adjuster.needs_seen else None
+        adjusted = self._adjuster(scores, produced, seen)
+        tokens, logprobs = sample_tokens(adjusted, self._sampling, uniforms(self._seeds, position=produced))
         self.logprobs.append(logprobs)
         return torch.full_like(scores, -torch.inf).scatter(-1, tokens[:, None], 0.0)
+
+    def _seen(self, input_ids: Tensor, produced: int, vocabulary: int) -> Tensor:
+        """Tokens of prompt and response; padding stands on the left of both."""
+        width = input_ids.shape[1]
+        columns = torch.arange(width, device=input_ids.device)
+        return seen_tokens(input_ids, columns >= (width - produced - self._prompt_lengths)[:, None], vocabulary)
 
 
 class _Stopper(StoppingCriteria):

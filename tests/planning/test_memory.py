@@ -33,6 +33,7 @@ from lightning_verl.planning.memory import (
 )
 from lightning_verl.planning.model import Decoder, describe
 from lightning_verl.planning.shards import Placement, numel_on, received_bytes, rollout_bytes
+from lightning_verl.rollout.adjust import LogitAdjuster, seen_tokens
 from lightning_verl.rollout.sampling import sample_tokens
 from lightning_verl.strategies.layout import RoleLayout, resolve_layouts
 from lightning_verl.strategies.mesh import DeviceMesh
@@ -179,20 +180,32 @@ def test_the_chunk_is_the_one_of_the_models() -> None:
     assert logprobs_from_hidden.__kwdefaults__["chunk_size"] == LOGIT_CHUNK
 
 
+ADJUSTED: dict[str, Any] = {"logit_bias": {3: 1.0}, "repetition_penalty": 1.2, "min_new_tokens": 2}
+
+
 @pytest.mark.parametrize(
     ("kind", "params"),
     [
         ("greedy", SamplingParams(temperature=0.0)),
         ("sampled", SamplingParams()),
         ("sampled", SamplingParams(top_k=20)),
+        ("sampled", SamplingParams(top_k=20, min_p=0.1)),
         ("top_p", SamplingParams(top_p=0.9)),
+        ("top_p", SamplingParams(top_p=0.9, min_p=0.1)),
+        ("greedy, adjusted", SamplingParams(temperature=0.0, **ADJUSTED)),
+        ("sampled, adjusted", SamplingParams(**ADJUSTED)),
+        ("top_p, adjusted", SamplingParams(top_p=0.9, **ADJUSTED)),
     ],
 )
 def test_sampling_a_token(kind: str, params: SamplingParams) -> None:
     logits = torch.randn(32, 1024)
+    ids = torch.randint(1024, (32, 16))
+    adjuster = LogitAdjuster(params, (2,), 1024, torch.device("cpu"))
     with torch.no_grad(), Peak() as peak:
         scores = logits.to(torch.float32, copy=True)  # generate's copy
-        tokens, _ = sample_tokens(scores, params, torch.rand(32, dtype=torch.float64))
+        seen = seen_tokens(ids, torch.ones_like(ids, dtype=torch.bool), 1024) if adjuster.needs_seen else None
+        adjusted = adjuster(scores, 1, seen)
+        tokens, _ = sample_tokens(adjusted, params, torch.rand(32, dtype=torch.float64))
         torch.full_like(scores, -torch.inf).scatter(-1, tokens[:, None], 0.0)
     assert peak.most / logits.numel() == pytest.approx(SAMPLE_BYTES[kind], rel=0.05)
 

@@ -22,6 +22,7 @@ from lightning_verl.config import (
     TrainConfig,
     read_config,
 )
+from lightning_verl.planning.memory import SAMPLE_BYTES
 from lightning_verl.planning.model import build_on_meta
 from lightning_verl.planning.plan import Hardware, Plan, default_ranks, make_plan
 from lightning_verl.planning.report import draw, report
@@ -122,6 +123,27 @@ def test_ranks_of_their_own_are_planned_for_themselves(model: str) -> None:
     plan = make_plan(config(model, strategy=strategy))
     assert plan.world_size == 4
     assert {kind.ranks: kind.roles for kind in plan.memory} == {(0, 1): ("actor", "reference"), (2, 3): ("critic",)}
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({}, "sampled"),
+        ({"min_p": 0.1, "stop_token_ids": (3,)}, "sampled"),
+        ({"top_p": 0.9}, "top_p"),
+        ({"temperature": 0.0, "top_p": 0.9}, "greedy"),
+        ({"logit_bias": {3: 1.0}}, "sampled, adjusted"),
+        ({"min_new_tokens": 1, "top_p": 0.9}, "top_p, adjusted"),
+        ({"repetition_penalty": 1.1, "temperature": 0.0}, "greedy, adjusted"),
+    ],
+)
+def test_sampling_options_decide_on_the_memory_of_a_token(model: str, options: dict[str, Any], kind: str) -> None:
+    sampling = SamplingParams(max_new_tokens=8, **options)
+    plan = make_plan(config(model, sampling=sampling, strategy=StrategyConfig()))
+    rollout = next(phase for phase in plan.memory[0].phases if phase.name == "rollout")
+    last = next(moment for moment in rollout.moments if moment.name == "last token")
+    (logits,) = [item.bytes for item in last.items if item.what == "logits"]
+    assert logits == 16 * 128 * (SAMPLE_BYTES[kind] + 4)  # fp32: 4 bytes a logit of 16 rows and 128 tokens
 
 
 def test_the_algorithm_decides_on_roles_and_phases(model: str) -> None:

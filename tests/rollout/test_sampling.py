@@ -1,13 +1,16 @@
-"""Sampling: parameter checks, counter-based seeds and uniforms, top-k and top-p by hand, frequencies."""
+"""Sampling: parameter checks, counter-based seeds and uniforms, top-k, top-p and min-p by hand, frequencies."""
 
 from __future__ import annotations
 
+import copy
 import math
+from dataclasses import FrozenInstanceError, asdict, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import MinPLogitsWarper
 
 from lightning_verl.rollout.sampling import SamplingParams, sample_seeds, sample_tokens, support_logprobs, uniforms
 
@@ -46,6 +49,9 @@ def draw(logits: Tensor, uniform: float, **params: Any) -> int:
         ("n", 1.5, "n is 1.5; it must be an integer"),
         ("n", True, "n is True; it must be an integer"),
         ("max_new_tokens", 0, "max_new_tokens is 0; it must be an integer of at least 1"),
+        ("min_new_tokens", -1, r"min_new_tokens is -1; it must be an integer from 0 to max_new_tokens \(256\)"),
+        ("min_new_tokens", 257, r"min_new_tokens is 257; it must be an integer from 0 to max_new_tokens \(256\)"),
+        ("min_new_tokens", 1.0, "min_new_tokens is 1.0; it must be an integer"),
         ("temperature", -0.1, "temperature is -0.1; it must be a finite number of at least 0"),
         ("temperature", math.inf, "temperature is inf; it must be a finite number"),
         ("temperature", math.nan, "temperature is nan; it must be a finite number"),
@@ -55,6 +61,18 @@ def draw(logits: Tensor, uniform: float, **params: Any) -> int:
         ("top_p", 0.0, r"top_p is 0.0; it must be a number in \(0, 1\]"),
         ("top_p", 1.1, r"top_p is 1.1; it must be a number in \(0, 1\]"),
         ("top_p", math.nan, r"top_p is nan; it must be a number in \(0, 1\]"),
+        ("min_p", -0.1, r"min_p is -0.1; it must be a number in \[0, 1\]"),
+        ("min_p", 1.1, r"min_p is 1.1; it must be a number in \[0, 1\]"),
+        ("min_p", math.nan, r"min_p is nan; it must be a number in \[0, 1\]"),
+        ("repetition_penalty", 0.0, "repetition_penalty is 0.0; it must be a finite number above 0"),
+        ("repetition_penalty", -1.2, "repetition_penalty is -1.2; it must be a finite number above 0"),
+        ("repetition_penalty", math.inf, "repetition_penalty is inf; it must be a finite number above 0"),
+        ("logit_bias", [(2, 1.0)], r"logit_bias is \[\(2, 1.0\)\]; it must be a mapping of token ids"),
+        ("logit_bias", {-1: 1.0}, r"logit_bias is {-1: 1.0}; it must be a mapping of token ids of at least 0"),
+        ("logit_bias", {"2": 1.0}, r"logit_bias is {'2': 1.0}; it must be a mapping of token ids"),
+        ("logit_bias", {2: math.inf}, r"logit_bias is {2: inf}; it must be .* to finite numbers or -inf"),
+        ("logit_bias", {2: math.nan}, r"logit_bias is {2: nan}; it must be .* to finite numbers or -inf"),
+        ("logit_bias", {2: "1"}, r"logit_bias is {2: '1'}; it must be .* to finite numbers or -inf"),
         ("stop_token_ids", [2], r"stop_token_ids is \[2\]; it must be a tuple of token ids"),
         ("stop_token_ids", (-1,), r"stop_token_ids is \(-1,\); it must be a tuple of token ids of at least 0"),
         ("stop_token_ids", ("a",), r"stop_token_ids is \('a',\); it must be a tuple of token ids"),
@@ -79,6 +97,28 @@ def test_params_accept_the_borders() -> None:
     )
     assert (params.n, params.max_new_tokens, params.temperature, params.top_k, params.top_p) == (1, 1, 0, 1, 1)
     assert (params.stop_token_ids, params.stop_strings, params.seed) == ((0,), ("x",), -1)
+
+
+def test_params_accept_the_borders_of_what_adjusts_logits() -> None:
+    params = SamplingParams(
+        max_new_tokens=3, min_new_tokens=3, min_p=1, repetition_penalty=0.01, logit_bias={0: -math.inf, 5: 2}
+    )
+    assert (params.min_new_tokens, params.min_p, params.repetition_penalty) == (3, 1, 0.01)
+    assert params.logit_bias == {0: -math.inf, 5: 2}
+    assert SamplingParams().logit_bias == {}
+
+
+def test_params_are_values_with_a_bias_too() -> None:
+    bias = {3: 1.0}
+    params = SamplingParams(logit_bias=bias)
+    bias[4] = 2.0  # is not seen
+    assert params.logit_bias == {3: 1.0}
+    for twin in (copy.deepcopy(params), SamplingParams(**asdict(params))):
+        assert (twin, hash(twin)) == (params, hash(params))
+    assert replace(params, n=2).logit_bias == {3: 1.0}
+    assert params != SamplingParams(logit_bias={3: 2.0})
+    with pytest.raises(FrozenInstanceError):
+        params.logit_bias = {}  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -237,6 +277,58 @@ def test_top_p_is_over_what_top_k_left_and_temperature_comes_first() -> None:
     torch.testing.assert_close(cold, torch.tensor([[0.0, 1.0, 0.0, 0.0]]))
 
 
+@pytest.mark.parametrize(
+    ("min_p", "expected"),
+    [
+        (0.0, [0.1, 0.4, 0.2, 0.3]),
+        (0.25, [0.1, 0.4, 0.2, 0.3]),  # 0.1 is just 0.25 x 0.4
+        (0.26, [0.0, 4 / 9, 2 / 9, 3 / 9]),  # of the largest: 0.25, 1, 0.5, 0.75
+        (0.5, [0.0, 4 / 9, 2 / 9, 3 / 9]),
+        (0.51, [0.0, 4 / 7, 0.0, 3 / 7]),
+        (0.76, [0.0, 1.0, 0.0, 0.0]),
+        (1.0, [0.0, 1.0, 0.0, 0.0]),
+    ],
+)
+def test_min_p_keeps_what_is_likely_beside_the_likeliest(min_p: float, expected: list[float]) -> None:
+    probabilities = support_logprobs(log_of(0.1, 0.4, 0.2, 0.3), SamplingParams(min_p=min_p)).exp()
+    torch.testing.assert_close(probabilities, torch.tensor([expected]), atol=1e-6, rtol=0)
+
+
+def test_min_p_of_one_keeps_all_that_equal_the_likeliest() -> None:
+    probabilities = support_logprobs(torch.tensor([[3.0, 1.0, 3.0]]), SamplingParams(min_p=1.0)).exp()
+    torch.testing.assert_close(probabilities, torch.tensor([[0.5, 0.0, 0.5]]))
+
+
+def test_min_p_is_reached_in_spite_of_rounding() -> None:
+    # In float32 some of these differences are a little more than log(number).
+    for number in range(2, 40):
+        logits = torch.tensor([[1.7, 1.7 + math.log(1 / number)]])
+        probabilities = support_logprobs(logits, SamplingParams(min_p=1 / number)).exp()
+        torch.testing.assert_close(probabilities, torch.tensor([[number, 1.0]]) / (number + 1), atol=1e-6, rtol=0)
+
+
+def test_min_p_comes_after_temperature_and_top_p() -> None:
+    logits = log_of(0.1, 0.4, 0.2, 0.3)
+    # Temperature 0.5 squares: of the largest 1/16, 1, 4/16, 9/16. Before it, 0.5 would keep 0.2 too.
+    cold = support_logprobs(logits, SamplingParams(temperature=0.5, min_p=0.5)).exp()
+    torch.testing.assert_close(cold, torch.tensor([[0.0, 16 / 25, 0.0, 9 / 25]]))
+    # Top-p 0.75 needs 0.4 + 0.3 + 0.2 of all; min-p first would leave 0.4, 0.2, 0.3, where 7/9 of the two reach it.
+    both = support_logprobs(logits, SamplingParams(top_p=0.75, min_p=0.3)).exp()
+    torch.testing.assert_close(both, torch.tensor([[0.0, 4 / 9, 2 / 9, 3 / 9]]))
+    # Against top-k the order does not matter: the largest is the same.
+    after_top_k = support_logprobs(logits, SamplingParams(top_k=3, min_p=0.6)).exp()
+    torch.testing.assert_close(after_top_k, torch.tensor([[0.0, 4 / 7, 0.0, 3 / 7]]))
+
+
+@pytest.mark.parametrize("min_p", [0.01, 0.1, 0.5, 1.0])
+def test_min_p_equals_transformers(min_p: float) -> None:
+    logits = 3 * torch.randn(64, 50, generator=torch.Generator().manual_seed(0))
+    expected = MinPLogitsWarper(min_p)(torch.empty(64, 0), logits).log_softmax(-1)
+    result = support_logprobs(logits, SamplingParams(min_p=min_p))
+    assert torch.equal(result.isfinite(), expected.isfinite())
+    torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
+
+
 def test_rows_are_cut_one_by_one() -> None:
     logits = torch.cat([log_of(0.5, 0.3, 0.2), log_of(0.05, 0.05, 0.9)])
     probabilities = support_logprobs(logits, SamplingParams(top_p=0.6)).exp()
@@ -250,6 +342,8 @@ def test_rows_are_cut_one_by_one() -> None:
         SamplingParams(temperature=0.7),
         SamplingParams(top_k=3),
         SamplingParams(temperature=1.5, top_k=5, top_p=0.9),
+        SamplingParams(min_p=0.3),
+        SamplingParams(temperature=1.5, top_k=5, top_p=0.95, min_p=0.2),
     ],
 )
 @pytest.mark.parametrize("device", DEVICES)
@@ -268,7 +362,7 @@ def test_frequencies_follow_the_distribution(params: SamplingParams, device: str
 
 def test_temperature_zero_is_greedy_with_log_probs_of_temperature_one() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0], [0.0, 3.0, 3.0]])
-    params = SamplingParams(temperature=0.0, top_k=1, top_p=0.1)
+    params = SamplingParams(temperature=0.0, top_k=1, top_p=0.1, min_p=1.0)
     tokens, logprobs = sample_tokens(logits, params, torch.full((2,), ALMOST_ONE, dtype=torch.float64))
     assert tokens.tolist() == [0, 1]
     # Row 1: -log(2 + exp(-3)) = -0.717736.
@@ -291,9 +385,10 @@ def test_half_precision_logits_are_sampled_in_float32_and_left_alone() -> None:
 
 def test_nan_logits_show_in_the_log_prob() -> None:
     logits = torch.tensor([[math.nan, 0.0, 0.0], [0.0, 0.0, 0.0]])
-    tokens, logprobs = sample_tokens(logits, SamplingParams(), torch.tensor([0.0, 0.7], dtype=torch.float64))
-    assert 0 <= int(tokens[0]) < 3
-    assert logprobs.isnan().tolist() == [True, False]
+    for params in (SamplingParams(), SamplingParams(min_p=0.1)):
+        tokens, logprobs = sample_tokens(logits, params, torch.tensor([0.0, 0.7], dtype=torch.float64))
+        assert 0 <= int(tokens[0]) < 3
+        assert logprobs.isnan().tolist() == [True, False]
 
 
 def test_sampling_leaves_torchs_generator_alone() -> None:

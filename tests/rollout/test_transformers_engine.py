@@ -68,6 +68,19 @@ def forward_logprobs(model: Any, prompt: Sequence[int], response: Sequence[int],
     return logprobs.gather(-1, torch.tensor(response)[:, None])[:, 0]
 
 
+def plain_greedy(model: Any, prompt: list[int], **options: Any) -> list[int]:
+    """Twelve tokens of plain ``generate`` for one prompt, or fewer where it ends."""
+    whole = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        do_sample=False,
+        max_new_tokens=12,
+        pad_token_id=PAD,
+        **options,
+    )
+    return list(whole[0, len(prompt) :].tolist())
+
+
 class CharTokenizer:
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
         assert not skip_special_tokens
@@ -93,14 +106,7 @@ def test_engine_follows_the_protocol(llama: Any) -> None:
 def test_greedy_equals_plain_generate(model: Any) -> None:
     rollouts = make_engine(model).generate(PROMPTS, SamplingParams(temperature=0, max_new_tokens=12))
     for prompt, response, logprobs in zip(PROMPTS, responses(rollouts), logprob_lists(rollouts), strict=True):
-        plain = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            do_sample=False,
-            max_new_tokens=12,
-            pad_token_id=PAD,
-        )
-        assert response == plain[0, len(prompt) :].tolist()
+        assert response == plain_greedy(model, prompt)
         torch.testing.assert_close(logprobs, forward_logprobs(model, prompt, response, 1.0), atol=1e-5, rtol=0)
 
 
@@ -130,6 +136,67 @@ def test_log_probs_are_over_the_support_that_was_sampled(llama: Any) -> None:
     assert float(rollouts.logprobs.abs().max()) == 0.0  # one token kept: probability 1
     greedy = make_engine(llama).generate(PROMPTS, SamplingParams(temperature=0, max_new_tokens=5))
     assert torch.equal(rollouts.response_ids, greedy.response_ids)
+
+
+ADJUSTED = {"repetition_penalty": 1.8, "min_new_tokens": 5, "logit_bias": {EOS: 6.0, 9: -2.0}}
+
+
+def test_greedy_with_adjusted_logits_equals_plain_generate(model: Any) -> None:
+    rollouts = make_engine(model).generate(PROMPTS, SamplingParams(temperature=0, max_new_tokens=12, **ADJUSTED))
+    for prompt, response in zip(PROMPTS, responses(rollouts), strict=True):
+        assert response == plain_greedy(
+            model, prompt, repetition_penalty=1.8, min_new_tokens=5, sequence_bias={(EOS,): 6.0, (9,): -2.0}
+        )
+    assert 5 < min(rollouts.lengths.tolist()) <= 12
+    assert FinishReason.EOS in rollouts.finish_reasons
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_penalty_does_not_depend_on_the_padding_of_a_batch(model: Any, temperature: float) -> None:
+    sampling = SamplingParams(n=2, temperature=temperature, max_new_tokens=12, **ADJUSTED)
+    # 9 is a pad id that the first prompt holds, too: there it is seen, in its padding elsewhere it is not.
+    for pad in (PAD, 9):
+        engine = make_engine(model, pad_token_id=pad)
+        batch = engine.generate(PROMPTS, sampling)
+        for row, prompt in enumerate(PROMPTS):
+            alone = engine.generate([prompt], sampling, prompt_indices=[row])
+            assert responses(alone) == responses(batch)[2 * row : 2 * row + 2]
+            for sample in range(2):
+                expected = logprob_lists(alone)[sample]
+                torch.testing.assert_close(logprob_lists(batch)[2 * row + sample], expected, atol=1e-5, rtol=0)
+
+
+def test_log_probs_are_those_of_the_adjusted_logits(llama: Any) -> None:
+    sampling = SamplingParams(temperature=0.7, max_new_tokens=12, **ADJUSTED)
+    rollouts = make_engine(llama).generate(PROMPTS, sampling)
+    for prompt, response, logprobs in zip(PROMPTS, responses(rollouts), logprob_lists(rollouts), strict=True):
+        for place, token in enumerate(response):
+            before = [*prompt, *response[:place]]
+            with torch.no_grad():
+                logits = llama(torch.tensor([before])).logits[0, -1]
+            logits[EOS] += 6.0
+            logits[9] -= 2.0
+            for old in set(before):
+                logits[old] = logits[old] / 1.8 if logits[old] > 0 else logits[old] * 1.8
+            if place < 5:
+                logits[EOS] = -torch.inf
+            expected = (logits / 0.7).log_softmax(-1)[token]
+            torch.testing.assert_close(logprobs[place], expected, atol=1e-4, rtol=0)
+
+
+def test_no_end_token_comes_before_the_minimum(llama: Any) -> None:
+    engine = make_engine(llama)
+    biased = {"logit_bias": {EOS: 30.0, 8: 29.0}, "stop_token_ids": (8,)}
+    eager = engine.generate(PROMPTS, SamplingParams(max_new_tokens=6, **biased))
+    assert eager.lengths.tolist() == [1] * 4
+    patient = engine.generate(PROMPTS, SamplingParams(max_new_tokens=6, min_new_tokens=3, **biased))
+    assert patient.lengths.tolist() == [4] * 4  # three that are none, then the end
+    assert patient.finish_reasons == [FinishReason.EOS] * 4
+
+
+def test_a_bias_out_of_the_vocabulary_is_refused(llama: Any) -> None:
+    with pytest.raises(ValueError, match=r"logit_bias names the token ids \[32\], but the vocabulary has 32 tokens"):
+        make_engine(llama).generate(PROMPTS, SamplingParams(max_new_tokens=2, logit_bias={VOCAB: 1.0}))
 
 
 def test_samples_of_a_prompt_are_adjacent_and_differ(llama: Any) -> None:
