@@ -60,6 +60,22 @@ class StopRule:
             return FinishReason.STOP_STRING
         return FinishReason.LENGTH if len(response) >= self._max_new_tokens else None
 
+    def cut(self, response: list[int], drawn: Sequence[int]) -> tuple[int, FinishReason | None]:
+        """Return how many of the tokens drawn next belong to the response, and why it ended there, if it did.
+
+        Args:
+            response: The tokens before them.
+            drawn: Tokens that were drawn one after the other, at least one.
+        """
+        plain = not self._stop_strings and self._end_token_ids.isdisjoint(drawn)
+        if plain and len(response) + len(drawn) < self._max_new_tokens:
+            return len(drawn), None
+        for count in range(1, len(drawn) + 1):
+            reason = self.reason([*response, *drawn[:count]])
+            if reason is not None:
+                return count, reason
+        return len(drawn), None
+
     def _has_stop_string(self, response: list[int]) -> bool:
         if not self._stop_strings or self._tokenizer is None or len(response) <= self._min_new_tokens:
             return False

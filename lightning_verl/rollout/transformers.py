@@ -26,6 +26,14 @@ from lightning_verl.data.experience import PromptBatch
 from lightning_verl.models.modes import deterministic
 from lightning_verl.rollout.adjust import LogitAdjuster, seen_tokens
 from lightning_verl.rollout.base import FinishReason, Rollouts
+from lightning_verl.rollout.inputs import (
+    check_lengths,
+    indices_of,
+    refuse_weights,
+    rollouts_of,
+    starting_together,
+    token_lists,
+)
 from lightning_verl.rollout.sampling import SamplingParams, sample_seeds, sample_tokens, uniforms
 from lightning_verl.rollout.stopping import Decoder, StopRule
 
@@ -98,24 +106,24 @@ class TransformersEngine:
             RuntimeError: Such an error on another rank of ``step_group``.
         """
         sampling = sampling or SamplingParams()
-        token_lists = prompts.token_lists() if isinstance(prompts, PromptBatch) else [list(row) for row in prompts]
+        rows, name = token_lists(prompts), type(self).__name__
         device = next(self.model.parameters()).device
         rule = StopRule(sampling, self.eos_token_ids, self.tokenizer)
-        with self._starting_together(device):
-            indices = self._indices(prompts, prompt_indices).to(device)
-            self._check_lengths(token_lists, sampling)
+        with starting_together(name, self.step_group, device):
+            indices = indices_of(name, prompts, prompt_indices).to(device)
+            check_lengths(name, self.model.config, rows, sampling)
             adjuster = LogitAdjuster(
                 sampling, self.eos_token_ids, self.model.config.get_text_config().vocab_size, device
             )
 
-        stopper = _Stopper(rule, rows=len(token_lists) * sampling.n, group=self.step_group)
-        if not token_lists and self.step_group is not None:  # a made-up row, which the stopper does not count
-            token_lists, indices = [[self.pad_token_id]], indices.new_zeros(1)
-        lengths = torch.tensor([len(tokens) for tokens in token_lists], dtype=torch.int64, device=device)
+        stopper = _Stopper(rule, rows=len(rows) * sampling.n, group=self.step_group)
+        if not rows and self.step_group is not None:  # a made-up row, which the stopper does not count
+            rows, indices = [[self.pad_token_id]], indices.new_zeros(1)
+        lengths = torch.tensor([len(tokens) for tokens in rows], dtype=torch.int64, device=device)
         seeds = sample_seeds(sampling.seed, step, indices, sampling.n)
         sampler = _Sampler(sampling, seeds, adjuster, lengths.repeat_interleave(sampling.n))
-        if token_lists:
-            self._run(token_lists, sampling, sampler, stopper, device)
+        if rows:
+            self._run(rows, sampling, sampler, stopper, device)
         return self._collect(sampler, stopper, sampling.n, device)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -128,56 +136,11 @@ class TransformersEngine:
         Raises:
             ValueError: There are weights.
         """
-        for name, _ in weights:
-            raise ValueError(
-                f"TransformersEngine shares the trainer's weights, so it takes none, but got {name!r} for version "
-                f"{version}; update the model itself and pass no weights."
-            )
+        refuse_weights(type(self).__name__, weights, version)
         self.weight_version = version
 
     def release(self) -> None:
         """Nothing to give back: the key-value cache lives only inside :meth:`generate`."""
-
-    @contextmanager
-    def _starting_together(self, device: torch.device) -> Iterator[None]:
-        """Let an error of this rank stop the others of the step group too: they would wait for it in the first step."""
-        problem: ValueError | None = None
-        try:
-            yield
-        except ValueError as error:
-            problem = error
-        refused = torch.tensor([int(problem is not None)], device=device)
-        if self.step_group is not None:
-            dist.all_reduce(refused, group=self.step_group)
-        if problem is not None:
-            raise problem
-        if refused.item():
-            raise RuntimeError("TransformersEngine.generate: another rank of the step group refused its prompts.")
-
-    def _indices(self, prompts: PromptBatch | Sequence[Sequence[int]], given: Sequence[int] | None) -> Tensor:
-        if given is None:
-            return prompts.indices if isinstance(prompts, PromptBatch) else torch.arange(len(prompts))
-        if len(given) != len(prompts):
-            raise ValueError(
-                f"TransformersEngine.generate: got {len(given)} prompt_indices for {len(prompts)} prompts; give one "
-                "for each."
-            )
-        return torch.as_tensor(given, dtype=torch.int64)
-
-    def _check_lengths(self, token_lists: list[list[int]], sampling: SamplingParams) -> None:
-        limit: int | None = getattr(self.model.config, "max_position_embeddings", None)
-        for row, tokens in enumerate(token_lists):
-            if not tokens:
-                raise ValueError(
-                    f"TransformersEngine.generate: prompt {row} is empty; every prompt needs at least one token, such "
-                    "as the begin-of-text token."
-                )
-            if limit is not None and len(tokens) + sampling.max_new_tokens > limit:
-                raise ValueError(
-                    f"TransformersEngine.generate: prompt {row} has {len(tokens)} tokens, with max_new_tokens "
-                    f"({sampling.max_new_tokens}) that is {len(tokens) + sampling.max_new_tokens}, but the model has "
-                    f"max_position_embeddings={limit}; shorten the prompt or lower max_new_tokens."
-                )
 
     def _run(
         self,
@@ -206,21 +169,15 @@ class TransformersEngine:
             )
 
     def _collect(self, sampler: _Sampler, stopper: _Stopper, n: int, device: torch.device) -> Rollouts:
-        rows = len(stopper.responses)
-        width = max(map(len, stopper.responses), default=1)
-        padded = [tokens + [self.pad_token_id] * (width - len(tokens)) for tokens in stopper.responses]
-        lengths = torch.tensor([len(tokens) for tokens in stopper.responses], dtype=torch.int64, device=device)
-        logprobs = torch.zeros(rows, width, device=device)
-        if rows:
-            behind = torch.arange(width, device=device) >= lengths[:, None]
-            logprobs = torch.stack(sampler.logprobs[:width], dim=1).masked_fill(behind, 0.0)
-        return Rollouts(
-            response_ids=torch.tensor(padded, dtype=torch.int64, device=device).reshape(rows, width),
-            lengths=lengths,
-            logprobs=logprobs,
-            finish_reasons=stopper.reasons,
-            prompt_rows=torch.arange(rows, device=device) // n,
+        steps = torch.stack(sampler.logprobs, dim=1).tolist() if stopper.responses else []
+        return rollouts_of(
+            stopper.responses,
+            [row[: len(tokens)] for row, tokens in zip(steps, stopper.responses, strict=True)],
+            stopper.reasons,
+            n,
+            pad_token_id=self.pad_token_id,
             weight_version=self.weight_version,
+            device=device,
         )
 
 

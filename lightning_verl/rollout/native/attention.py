@@ -105,8 +105,9 @@ def probing() -> Iterator[list[SeenLayer]]:
 @contextmanager
 def paged_attention(model: PreTrainedModel) -> Iterator[None]:
     """Have every attention layer of a model use the cache, and put back what was there."""
-    modules = [module for module in model.modules() if hasattr(module, "layer_idx")]
-    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    modules: list[Any] = [module for module in model.modules() if hasattr(module, "layer_idx")]
+    owners: list[Any] = [module for module in model.modules() if hasattr(module, "config")]
+    configs = {id(owner.config): owner.config for owner in owners}
     before = {key: config._attn_implementation for key, config in configs.items()}
     try:
         for module in modules:
@@ -150,8 +151,8 @@ def _forward(
     return output, None
 
 
-# A custom operator, so that torch.compile takes it as a whole. It says nothing of the cache that it changes: nothing else
-# in a compiled layer reads it, and its output keeps it in order.
+# A custom operator, so that torch.compile takes it as a whole. It says nothing of the cache that it changes: nothing
+# else in a compiled layer reads it, and its output keeps it in order.
 @torch.library.custom_op("lightning_verl::paged_attention", mutates_args=())
 def _paged_attention(
     query: Tensor, key: Tensor, value: Tensor, layer: Tensor, scaling: float, window: int, softcap: float

@@ -34,7 +34,10 @@ def forward_input(chunks: Sequence[Chunk], cache: KVCache) -> ForwardInput:
         cache: Where their keys and values go.
     """
     device, size = cache.data.device, cache.block_size
-    ids, positions, blocks, last = [], [], [], []
+    ids: list[int] = []
+    positions: list[int] = []
+    blocks: list[int] = []
+    last: list[int] = []
     for chunk in chunks:
         places = range(chunk.start, chunk.start + chunk.count)
         ids += chunk.request.tokens(chunk.start, chunk.count)

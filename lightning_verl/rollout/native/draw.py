@@ -1,7 +1,7 @@
 """Triton kernels that draw tokens from whole vocabularies, in two passes over the logits instead of a dozen.
 
-They compute what :func:`lightning_verl.rollout.sampling.sample_tokens` computes where nothing is cut off: the cumulative
-distribution, in integers of 2**-53, is inverted at one uniform number.
+They compute what :func:`lightning_verl.rollout.sampling.sample_tokens` computes where nothing is cut off: the
+cumulative distribution, in integers of 2**-53, is inverted at one uniform number.
 """
 
 from __future__ import annotations

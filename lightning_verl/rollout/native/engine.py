@@ -197,7 +197,8 @@ class NativeEngine:
                 groups = _groups(rows, sample_seeds(sampling.seed, step, indices, sampling.n).tolist(), sampling.n)
                 cache = self._cache_for(groups, sampling, device)
                 scheduler = self._scheduler(groups, sampling, rule, cache)
-            self._run(scheduler, sampling, cache)
+                runner = self._runner_for(cache, sampling, scheduler.limits)
+            self._run(scheduler, runner)
         requests = [request for _, members in groups for request in members]
         return rollouts_of(
             [request.response for request in requests],
@@ -236,10 +237,9 @@ class NativeEngine:
             self._shape = self._shape or probe(self.model)
             yield
 
-    def _run(self, scheduler: Scheduler, sampling: SamplingParams, cache: KVCache) -> None:
+    def _run(self, scheduler: Scheduler, runner: Runner) -> None:
         """Take steps until every sample of this rank, and of those it steps with, has ended."""
-        device = cache.data.device
-        runner = self._runner_for(cache, sampling, scheduler.limits)
+        cache, device = runner.cache, runner.cache.data.device
         steps = computed = swapped = 0
         while (step := self._next_step(scheduler, device)) is not None:
             drawn = runner.run(step)
@@ -314,7 +314,7 @@ class NativeEngine:
         """Bytes that a step needs besides the cache: activations of its tokens, and a few copies of the logits."""
         config = self.model.config.get_text_config()
         width = 12 * config.hidden_size + 4 * getattr(config, "intermediate_size", 4 * config.hidden_size)
-        return 4 * bounds.tokens * width + 24 * bounds.rows * self._vocabulary
+        return 4 * bounds.tokens * int(width) + 24 * bounds.rows * self._vocabulary
 
     def _scheduler(self, groups: _Groups, sampling: SamplingParams, rule: StopRule, cache: KVCache) -> Scheduler:
         bounds = _BOUNDS[cache.data.device.type]

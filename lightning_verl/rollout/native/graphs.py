@@ -6,8 +6,10 @@ host launches one graph a token and reads the results once a burst.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ from lightning_verl.rollout.native.kernels import Tiles
 from lightning_verl.rollout.native.runner import Drawn, Runner, seen_of
 from lightning_verl.rollout.native.scheduler import Request, Step
 from lightning_verl.rollout.sampling import SamplingParams, uniforms
+
+_log = logging.getLogger(__name__)
 
 BURST = 16
 """Most tokens between two looks of the host: a sample that ended is computed for half as many on average in vain."""
@@ -95,8 +99,9 @@ class DecodeGraphs(Runner):
         self._seen = torch.zeros(*seen, dtype=torch.bool, device=device)
         self._places = torch.arange(self._rows, dtype=torch.int32, device=device)
         self._ones, self._zeros = torch.ones_like(self._places), torch.zeros_like(self._places)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._replays: dict[int, Callable[[], None]] = {}
         self._pool: Any = None
+        self._captures = True
 
     def run(self, step: Step) -> Drawn:
         """Run a step; see :meth:`Runner.run`."""
@@ -107,10 +112,10 @@ class DecodeGraphs(Runner):
         self.cache.swap_in(step.swap_in)
         count = len(samples)
         size = next(size for size in SIZES if size >= count)
-        graph = self._graphs.get(size) or self._capture(size)
+        decode = self._replays.get(size) or self._capture(size)
         self._load(samples)
         for _ in range(step.tokens):
-            graph.replay()
+            decode()
         tokens = self._tokens[: step.tokens, :count].T.tolist()
         return Drawn(tokens, self._logprobs[: step.tokens, :count].T.tolist())
 
@@ -130,7 +135,8 @@ class DecodeGraphs(Runner):
             self._seen[: len(requests)] = seen_of(requests, self._seen.shape[1], self._seen.device)
         self._turn.zero_()
 
-    def _capture(self, size: int) -> torch.cuda.CUDAGraph:
+    def _capture(self, size: int) -> Callable[[], None]:
+        """Capture a step; returns what replays it."""
         self._tables.zero_()
         self._state.zero_()
         self._turn.zero_()
@@ -139,13 +145,25 @@ class DecodeGraphs(Runner):
         with torch.cuda.stream(stream):  # compiles kernels and sets libraries up, which must not happen in a capture
             self._decode(size)
         torch.cuda.current_stream().wait_stream(stream)
+        self._replays[size] = (self._captures and self._graph(size)) or partial(self._decode, size)
+        return self._replays[size]
+
+    def _graph(self, size: int) -> Callable[[], None] | None:
+        """The step as a graph; None where the model does what no graph can hold, such as look at a tensor's value."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as NCCL's watchdog, go on calling CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._decode(size)
-        self._graphs[size] = graph
-        return graph
+        try:
+            # Other threads, such as NCCL's watchdog, go on calling CUDA meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                self._decode(size)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self._captures = False
+            reason = str(error).splitlines()[0]
+            _log.warning("NativeEngine: %s is decoded without a CUDA graph: %s", type(self.model).__name__, reason)
+            return None
+        return graph.replay
 
     def _decode(self, size: int) -> None:
         """One token for each of the first rows, from and to the state."""

@@ -148,8 +148,8 @@ class Scheduler:
         most = -(-limits.longest // limits.block_size)
         if most > pool.size:
             raise ValueError(
-                f"Scheduler: a sample of {limits.longest} tokens takes {most} blocks of {limits.block_size} tokens, but "
-                f"the cache has {pool.size}. Free memory for the rollout, or lower max_new_tokens."
+                f"Scheduler: a sample of {limits.longest} tokens takes {most} blocks of {limits.block_size} tokens, "
+                f"but the cache has {pool.size}. Free memory for the rollout, or lower max_new_tokens."
             )
         self.limits, self.pool, self._rule, self._host = limits, pool, rule, host
         self._waiting: deque[Request] = deque()
@@ -190,15 +190,11 @@ class Scheduler:
         for chunk in step.chunks:
             chunk.request.cached += chunk.count
         for request, drawn, values in zip(step.samples, tokens, logprobs, strict=True):
-            before = len(request.response)
-            for token, logprob in zip(drawn, values, strict=True):
-                request.response.append(token)
-                request.logprobs.append(logprob)
-                request.reason = self._rule.reason(request.response)
-                if request.reason is not None:
-                    break
+            count, request.reason = self._rule.cut(request.response, drawn)
+            request.response += drawn[:count]
+            request.logprobs += values[:count]
             if step.decodes:
-                request.cached += len(request.response) - before - 1
+                request.cached += count - 1
             if request.reason is not None:
                 self.pool.give_back(request.blocks)
                 request.blocks = []

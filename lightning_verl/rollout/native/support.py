@@ -19,8 +19,8 @@ def check_native(model: Any) -> None:
     problem = native_problem(model)
     if problem is not None:
         raise ValueError(
-            f"NativeEngine cannot run {type(model).__name__}: {problem}. Use engine='transformers', which runs whatever "
-            "generate() of transformers runs."
+            f"NativeEngine cannot run {type(model).__name__}: {problem}. Use engine='transformers', which runs "
+            "whatever generate() of transformers runs."
         )
 
 
