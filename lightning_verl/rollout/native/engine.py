@@ -351,6 +351,4 @@ def _blocks_needed(groups: _Groups, new_tokens: int, bounds: _Bounds) -> int:
         for group, requests in groups
         for _ in requests
     ]
-    # The scheduler lets nobody in without a block for each of those that run.
-    running = sorted(own, reverse=True)[: bounds.rows]
-    return shared + sum(running) + len(running) + 1
+    return shared + sum(sorted(own, reverse=True)[: bounds.rows]) + 1

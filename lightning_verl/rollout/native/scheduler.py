@@ -41,6 +41,8 @@ class Request:
     """Its blocks in the cache, in the order of its tokens."""
     host_blocks: list[int] = field(default_factory=list)
     """Its blocks in host memory, while it is paused there."""
+    limit: int | None = None
+    """Most tokens of its response; None takes ``Limits.response``."""
     reason: FinishReason | None = None
     """Why it ended; None while it goes on."""
 
@@ -154,6 +156,8 @@ class Scheduler:
         self.limits, self.pool, self._rule, self._host = limits, pool, rule, host
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
+        self._growing = 0
+        """How many of those that run will want another block; the next may be due for all of them at once."""
         self.preemptions = 0
         """How often a sample had to step back."""
 
@@ -169,6 +173,7 @@ class Scheduler:
             return None
         step = Step()
         step.tokens = self._make_room(step)
+        self._growing = sum(map(self._grows, self._running))
         budget = self.limits.tokens
         for request in list(self._running):  # those that join in this step are no part of it
             if budget:
@@ -187,24 +192,32 @@ class Scheduler:
             tokens: For each of ``step.samples`` its ``step.tokens`` tokens; those behind its end are ignored.
             logprobs: Their log-probs.
         """
+        decodes = step.decodes
         for chunk in step.chunks:
             chunk.request.cached += chunk.count
         for request, drawn, values in zip(step.samples, tokens, logprobs, strict=True):
-            count, request.reason = self._rule.cut(request.response, drawn)
+            left = self._left(request)
+            count, request.reason = self._rule.cut(request.response, drawn[:left])
+            if count == left:
+                request.reason = request.reason or FinishReason.LENGTH
             request.response += drawn[:count]
             request.logprobs += values[:count]
-            if step.decodes:
+            if decodes:
                 request.cached += count - 1
             if request.reason is not None:
                 self.pool.give_back(request.blocks)
                 request.blocks = []
         self._running = [request for request in self._running if request.reason is None]
 
+    def _left(self, request: Request) -> int:
+        """How many tokens its response may still get."""
+        return (request.limit or self.limits.response) - len(request.response)
+
     # ---- those that run ----------------------------------------------------------------------------------------------
 
     def _make_room(self, step: Step) -> int:
         """Give everyone that runs the blocks for its next tokens; returns for how many."""
-        left = max((self.limits.response - len(request.response) for request in self._running), default=1)
+        left = max((self._left(request) for request in self._running), default=1)
         decode = all(request.pending == 1 for request in self._running)
         burst = min(self.limits.burst, left) if decode else 1
         if burst > 1 and sum(self._missing(request, burst) for request in self._running) > self.pool.free:
@@ -222,6 +235,9 @@ class Scheduler:
             request.blocks += self.pool.take(missing)
             place += 1
         return burst
+
+    def _grows(self, request: Request) -> bool:
+        return len(request.blocks) * self.limits.block_size < request.length + self._left(request)
 
     def _missing(self, request: Request, burst: int) -> int:
         length = min(max(request.length, request.cached + burst), self.limits.longest)
@@ -268,8 +284,7 @@ class Scheduler:
             request = self._waiting[0]
             prefix = [] if request.host_blocks else self._usable_prefix(request)
             need = -(-request.length // self.limits.block_size) - len(prefix)
-            # Each of those that run may want a block next; without any of them everything is free for this one.
-            if self._running and need + len(self._running) > self.pool.free:
+            if self._running and need + self._growing > self.pool.free:
                 return
             if need > self.pool.free:
                 if not self._forget_prefix():
@@ -291,6 +306,7 @@ class Scheduler:
             request.group.newcomers.remove(request)
         self._drop_prefix_if_last(request.group)
         self._running.append(request)
+        self._growing += self._grows(request)
 
     def _usable_prefix(self, request: Request) -> list[int]:
         """Blocks of the prompt that are there already; one token at least is left to compute, for its logits."""
@@ -304,7 +320,7 @@ class Scheduler:
             return joined
         full, rest = divmod(len(group.prompt), size)
         while group.newcomers and len(self._running) < self.limits.rows:
-            if (1 if rest else 0) + len(self._running) > self.pool.free:
+            if (1 if rest else 0) + self._growing > self.pool.free:
                 break
             request = group.newcomers.popleft()
             self._waiting.remove(request)
@@ -315,6 +331,7 @@ class Scheduler:
             request.cached = len(group.prompt)
             self._running.append(request)
             joined.append(request)
+            self._growing += self._grows(request)
         if group.newcomers and not group.prefix:
             group.prefix = self.pool.share(leader.blocks[:full])
         self._drop_prefix_if_last(group)

@@ -1,0 +1,344 @@
+"""Measures rollouts: the native engine, ``generate`` of transformers, and vLLM, on the same shapes in one run.
+
+    python benchmarks/rollout.py --output docs/benchmarks/rollout.json
+    python benchmarks/rollout.py --table-only
+
+The first line measures on one GPU and writes the JSON file. The second one measures nothing and writes the page
+docs/benchmarks/rollout.md from docs/benchmarks/rollout.json. Models have the shapes of Qwen2.5 and random weights, so
+that no length depends on what they say. Every engine gets prompts of its own in each run, tokens are counted, and a run
+ends when they are on the host. vLLM runs in a process of its own, before the others; where it is not installed its
+column stays empty. On a CPU everything but vLLM runs too, on a tiny model (``--cases tiny``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rollout_results import SHAPES, Case, Divergence, Gap, Offload, Result, Speed, Work, load, page, save
+from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
+
+from lightning_verl.models.logprobs import logprobs_from_hidden
+from lightning_verl.rollout.native import NativeEngine, NativeOptions
+from lightning_verl.rollout.sampling import SamplingParams
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs" / "benchmarks" / "rollout.json"
+PAGE = RESULTS.with_suffix(".md")
+
+
+# ---- engines ---------------------------------------------------------------------------------------------------------
+
+
+class FixedLengths(NativeEngine):
+    """The native engine with a length for each response."""
+
+    lengths: Sequence[int] = ()
+
+    def _scheduler(self, groups: Any, *arguments: Any) -> Any:
+        requests = [request for _, members in groups for request in members]
+        for request, length in zip(requests, self.lengths, strict=False):
+            request.limit = length
+        return super()._scheduler(groups, *arguments)
+
+
+def build(shape: str, device: torch.device, dtype: torch.dtype) -> Any:
+    """A model with random weights."""
+    hidden, layers, heads, kv_heads, inner, vocabulary, tied = SHAPES[shape]
+    config = Qwen2Config(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=inner,
+        vocab_size=vocabulary,
+        tie_word_embeddings=tied,
+        max_position_embeddings=16384,
+    )
+    torch.manual_seed(0)
+    with device:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+class Prompts:
+    """New random prompts for every run."""
+
+    def __init__(self, work: Work) -> None:
+        self._work, self._generator = work, torch.Generator().manual_seed(1)
+
+    def __call__(self) -> list[list[int]]:
+        """``work.prompts`` lists of token ids."""
+        size = (self._work.prompts, self._work.prompt_tokens)
+        return torch.randint(3, SHAPES[self._work.shape][5] - 1, size, generator=self._generator).tolist()  # type: ignore[no-any-return]
+
+
+def synchronize() -> None:
+    """Wait for the device."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def timed(function: Callable[[], object]) -> float:
+    """Seconds of one call."""
+    synchronize()
+    started = time.perf_counter()
+    function()
+    synchronize()
+    return time.perf_counter() - started
+
+
+def allocated() -> int:
+    """Bytes of device memory in use."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+
+def run_native(model: Any, work: Work, options: NativeOptions, repeats: int) -> Speed:
+    """The native engine, from its construction on."""
+    held = allocated()
+    sampling, prompts, made = SamplingParams(n=work.n, max_new_tokens=work.new_tokens), Prompts(work), []
+
+    def construct() -> None:
+        made.append(FixedLengths(model, pad_token_id=0, eos_token_ids=(), options=options))
+        made[0].generate(prompts(), SamplingParams(n=work.n, max_new_tokens=2))
+
+    first = timed(construct)
+    engine, seconds, again = made[0], [], []
+    engine.lengths = work.lengths()
+    for turn in range(repeats + 1):
+        engine.release()  # as between two steps of training
+        spent = timed(lambda: engine.generate(prompts(), sampling, step=turn))  # noqa: B023
+        seconds += [spent] if turn else []
+    engine.lengths = ()
+    for _ in range(3):
+        engine.release()
+        again.append(timed(lambda: engine.generate(prompts(), SamplingParams(n=work.n, max_new_tokens=2))))
+    engine.release()
+    median = statistics.median(seconds)
+    return Speed(median, sum(work.lengths()) / median, first, statistics.median(again), allocated() - held)
+
+
+def run_transformers(model: Any, work: Work, repeats: int) -> Speed:
+    """``generate`` with its dynamic cache; prompts are repeated. All rows run to the greatest length."""
+    prompts, device = Prompts(work), next(model.parameters()).device
+    config = GenerationConfig(
+        do_sample=True, max_new_tokens=work.new_tokens, min_new_tokens=work.new_tokens, pad_token_id=0, top_k=0
+    )
+
+    def generate() -> None:
+        ids = torch.tensor(prompts(), device=device).repeat_interleave(work.n, 0)
+        model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config).tolist()
+
+    seconds = [timed(generate) for _ in range(repeats + 1)][1:]
+    median = statistics.median(seconds)
+    return Speed(median, sum(work.lengths()) / median)
+
+
+# ---- vLLM, in a process of its own -----------------------------------------------------------------------------------
+
+
+def run_vllm(work: Work, repeats: int) -> dict[str, Speed]:
+    """vLLM, where it is installed."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "speeds.json"
+        script = Path(__file__).with_name("rollout_vllm.py")
+        arguments = ["--work", json.dumps(asdict(work)), "--repeats", str(repeats), "--output", str(output)]
+        finished = subprocess.run([sys.executable, str(script), *arguments], check=False)
+        if finished.returncode or not output.exists():
+            return {}
+        return {name: Speed(**entry) for name, entry in json.loads(output.read_text()).items()}
+
+
+# ---- what else is measured -------------------------------------------------------------------------------------------
+
+
+def bandwidth(device: torch.device) -> float | None:
+    """Bytes a second that a copy within the device's memory reads and writes."""
+    if device.type != "cuda":
+        return None
+    source = torch.empty(2**31, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    seconds = statistics.median(timed(lambda: target.copy_(source)) for _ in range(20))
+    return 2 * source.numel() / seconds
+
+
+def floor_seconds(model: Any, work: Work, rate: float | None) -> float | None:
+    """Reading all weights and every row's keys and values once for each token."""
+    if rate is None or work.drawn:
+        return None
+    _, layers, heads, kv_heads, _, _, _ = SHAPES[work.shape]
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    token = 2 * 2 * layers * kv_heads * (model.config.hidden_size // heads)
+    context = work.prompt_tokens + work.new_tokens / 2
+    return work.new_tokens * (weights + work.prompts * work.n * context * token) / rate
+
+
+def gap_to_training(model: Any, work: Work) -> Gap:
+    """The engine's log-probs against those of a plain forward pass of the same weights."""
+    engine = NativeEngine(model, pad_token_id=0, eos_token_ids=())
+    prompts = Prompts(work)()[:8]
+    rollouts = engine.generate(prompts, SamplingParams(max_new_tokens=min(256, work.new_tokens)))
+    engine.release()
+    ids = torch.cat([torch.tensor(prompts, device=rollouts.response_ids.device), rollouts.response_ids], 1)
+    with torch.no_grad():
+        hidden = model.base_model(ids, use_cache=False).last_hidden_state[:, work.prompt_tokens - 1 : -1]
+        recomputed, _ = logprobs_from_hidden(
+            hidden.flatten(0, 1), model.get_output_embeddings(), rollouts.response_ids.flatten(), 1.0
+        )
+    gap = (recomputed.view_as(rollouts.logprobs) - rollouts.logprobs).abs()
+    return Gap(str(hidden.dtype).removeprefix("torch."), float(gap.max()), float(gap.mean()))
+
+
+def divergence(model: Any, work: Work) -> Divergence:
+    """The same samples in a full batch and in a quarter of it."""
+    engine = NativeEngine(model, pad_token_id=0, eos_token_ids=())
+    prompts, sampling = Prompts(work)(), SamplingParams(n=work.n, max_new_tokens=work.new_tokens)
+    quarter = len(prompts) // 4
+    whole = engine.generate(prompts, sampling).response_ids[: quarter * work.n]
+    part = engine.generate(prompts[:quarter], sampling).response_ids
+    engine.release()
+    differs = whole != part
+    rows = differs.any(1)
+    places = differs.int().argmax(1)[rows].double()
+    return Divergence(len(rows), int(rows.sum()), float(places.mean()) if len(places) else None)
+
+
+def measure_offload(device: torch.device, work: Work, dtype: torch.dtype, share: float) -> Offload:
+    """The cache that the work needs, against a share of it with host memory for those that step back."""
+    model, prompts = build(work.shape, device, dtype), Prompts(work)()
+    sampling = SamplingParams(n=work.n, max_new_tokens=work.new_tokens)
+
+    def run(options: NativeOptions) -> tuple[float, int, Any, Any]:
+        engine = NativeEngine(model, pad_token_id=0, eos_token_ids=(), options=options)
+        engine.generate([row[:64] for row in prompts[:2]], SamplingParams(max_new_tokens=2))  # sets libraries up
+        engine.release()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        made: list[Any] = []
+        seconds = timed(lambda: made.append(engine.generate(prompts, sampling)))
+        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else engine.report.cache_bytes  # type: ignore[union-attr]
+        report = engine.report
+        engine.release()
+        return seconds, peak, made[0], report
+
+    seconds, peak, whole, report = run(NativeOptions())  # its cache has room for what the work needs, and no more
+    small = NativeOptions(kv_cache_bytes=int(report.cache_bytes * share), offload_kvcache=True)
+    slower, less, offloaded, swapped = run(small)
+    tokens = sum(work.lengths())
+    same = float((whole.response_ids == offloaded.response_ids).double().mean())
+    return Offload(
+        work, peak, less, tokens / seconds, tokens / slower, swapped.swapped_bytes, swapped.preemptions, same
+    )
+
+
+# ---- one run ---------------------------------------------------------------------------------------------------------
+
+VARIANTS = {
+    "default": NativeOptions(),
+    "layers not compiled": NativeOptions(compile_layers=False),
+    "no graphs": NativeOptions(cuda_graphs=False),
+    "fp8 cache": NativeOptions(kv_cache_dtype="fp8"),
+}
+
+
+@contextmanager
+def model_of(shape: str, device: torch.device, dtype: torch.dtype) -> Iterator[Any]:
+    """A model whose memory is free again at the end."""
+    model = build(shape, device, dtype)
+    try:
+        yield model
+    finally:
+        del model
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def measure_case(work: Work, options: argparse.Namespace, device: torch.device, rate: float | None) -> Case:
+    """One piece of work on every engine."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    vllm = {} if options.no_vllm or device.type != "cuda" else run_vllm(work, options.repeats)
+    with model_of(work.shape, device, dtype) as model:
+        variants = (
+            VARIANTS if work.shape == options.variants_of and not work.drawn else {"default": VARIANTS["default"]}
+        )
+        native = {name: run_native(model, work, variant, options.repeats) for name, variant in variants.items()}
+        other = None if options.no_transformers else run_transformers(model, work, max(1, options.repeats - 2))
+        floor = floor_seconds(model, work, rate)
+    print(json.dumps({"work": work.name, "native": {k: v.tokens_per_second for k, v in native.items()}}), flush=True)
+    return Case(work, native, other, vllm, floor)
+
+
+CASES: dict[str, list[Work]] = {
+    "tiny": [Work("tiny", 4, 4, 12, 16), Work("tiny", 4, 4, 12, 32, drawn=True)],
+    "0.5B": [Work("0.5B")],
+    "1.5B": [Work("1.5B")],
+    "drawn": [Work("1.5B", new_tokens=1024, drawn=True)],
+    "7B": [Work("7B")],
+}
+OFFLOADS = {"cuda": Work("7B", 32, 1, 6144, 2048), "cpu": Work("tiny", 8, 1, 24, 40)}
+
+
+def measure(options: argparse.Namespace) -> Result:
+    """Everything that was asked for."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    rate = bandwidth(device)
+    cases = [measure_case(work, options, device, rate) for name in options.cases for work in CASES[name]]
+    shape = "1.5B" if device.type == "cuda" else "tiny"
+    work = CASES[shape][0]
+    gaps, differing = [], None
+    with model_of(shape, device, dtype) as model:
+        gaps.append(gap_to_training(model, work))
+        differing = divergence(model, work)
+    if device.type == "cuda":
+        with model_of("0.5B", device, torch.float32) as model:
+            gaps.append(gap_to_training(model, CASES["0.5B"][0]))
+    offload = measure_offload(device, OFFLOADS[device.type], dtype, 0.55) if options.offload else None
+    versions = {"torch": torch.__version__}
+    if cases and any(case.vllm for case in cases):
+        from importlib import import_module
+
+        versions["vllm"] = str(import_module("vllm").__version__)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    return Result(name, rate, cases, gaps, differing, offload, versions)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=RESULTS, help="the JSON file")
+    parser.add_argument("--table-only", action="store_true", help="measure nothing, only write the page again")
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=["0.5B", "1.5B", "drawn", "7B"])
+    parser.add_argument("--variants-of", choices=SHAPES, default="1.5B", help="the shape that all variants run on")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each engine, after one that does not count")
+    parser.add_argument("--no-vllm", action="store_true", help="leave vLLM out")
+    parser.add_argument("--no-transformers", action="store_true", help="leave generate out")
+    parser.add_argument(
+        "--offload", action=argparse.BooleanOptionalAction, default=True, help="measure offload_kvcache"
+    )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and write the JSON file, or write the page."""
+    options = _parser().parse_args(arguments)
+    if options.table_only:
+        PAGE.write_text(page(load(RESULTS)))
+        return
+    result = measure(options)
+    save(options.output, result)
+    print(page(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""What benchmarks/rollout.py measures and how its page reads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+COMMAND = "python benchmarks/rollout.py --output docs/benchmarks/rollout.json"
+
+SHAPES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
+    "tiny": (64, 2, 4, 2, 128, 512, True),
+    "0.5B": (896, 24, 14, 2, 4864, 151936, True),
+    "1.5B": (1536, 28, 12, 2, 8960, 151936, True),
+    "7B": (3584, 28, 28, 4, 18944, 152064, False),
+}
+"""Hidden size, layers, heads, key-value heads, intermediate size, vocabulary, tied ends."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is generated."""
+
+    shape: str
+    """One of ``SHAPES``."""
+    prompts: int = 32
+    """Different prompts."""
+    n: int = 8
+    """Samples for each."""
+    prompt_tokens: int = 128
+    """Tokens of a prompt."""
+    new_tokens: int = 256
+    """Tokens of a response, or the most of them."""
+    drawn: bool = False
+    """Whether the length of each response is drawn from 16 to ``new_tokens``."""
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        lengths = f"16 to {self.new_tokens}" if self.drawn else str(self.new_tokens)
+        return f"{self.shape}, {self.prompts} x {self.n}, {self.prompt_tokens} + {lengths} tokens"
+
+    def lengths(self) -> list[int]:
+        """The length of each response."""
+        generator = torch.Generator().manual_seed(7)
+        drawn = torch.randint(16, self.new_tokens + 1, (self.prompts * self.n,), generator=generator).tolist()
+        return drawn if self.drawn else [self.new_tokens] * (self.prompts * self.n)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How one engine did one piece of work. Medians over the runs."""
+
+    seconds: float
+    """From the call until the tokens were on the host."""
+    tokens_per_second: float
+    """Response tokens."""
+    first_token: float | None = None
+    """Seconds from construction to the first token, compilation included."""
+    again: float | None = None
+    """Seconds from new weights to the first token."""
+    held_bytes: int | None = None
+    """Device memory that stays taken between rollouts, weights not counted."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One piece of work on every engine."""
+
+    work: Work
+    native: dict[str, Speed]
+    """By variant: "default", "layers not compiled", "no graphs", "fp8 cache"."""
+    transformers: Speed | None
+    vllm: dict[str, Speed]
+    """"with log-probs" and "without"; empty where vLLM is not installed."""
+    floor_seconds: float | None
+    """What reading weights and cache once a step takes at the measured bandwidth."""
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How far the engine's log-probs are from those of a training pass."""
+
+    dtype: str
+    largest: float
+    mean: float
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """How often a sample differs between two compositions of its batch."""
+
+    samples: int
+    differing: int
+    first_place: float | None
+    """Mean place of the first token that differs."""
+
+
+@dataclass(frozen=True)
+class Offload:
+    """A rollout with the cache that it needs, and with a smaller one and host memory."""
+
+    work: Work
+    bytes_whole: int
+    """Device memory at the peak, weights included."""
+    bytes_offloaded: int
+    tokens_per_second_whole: float
+    tokens_per_second_offloaded: float
+    swapped_bytes: int
+    preemptions: int
+    same_tokens: float
+    """Share of the tokens that are the same."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """All that one run measured."""
+
+    device: str
+    bandwidth: float | None
+    """Bytes a second that a copy reads and writes."""
+    cases: list[Case]
+    gaps: list[Gap] = field(default_factory=list)
+    divergence: Divergence | None = None
+    offload: Offload | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+def save(path: Path, result: Result) -> None:
+    """Write the result."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(asdict(result), indent=2) + "\n")
+
+
+def load(path: Path) -> Result:
+    """Read a result."""
+    entry = json.loads(path.read_text())
+    cases = [
+        Case(
+            Work(**case["work"]),
+            {name: Speed(**speed) for name, speed in case["native"].items()},
+            Speed(**case["transformers"]) if case["transformers"] else None,
+            {name: Speed(**speed) for name, speed in case["vllm"].items()},
+            case["floor_seconds"],
+        )
+        for case in entry.pop("cases")
+    ]
+    gaps = [Gap(**gap) for gap in entry.pop("gaps")]
+    divergence, offload = entry.pop("divergence"), entry.pop("offload")
+    if offload:
+        offload["work"] = Work(**offload["work"])
+    return Result(
+        cases=cases,
+        gaps=gaps,
+        divergence=Divergence(**divergence) if divergence else None,
+        offload=Offload(**offload) if offload else None,
+        **entry,
+    )
+
+
+def page(result: Result) -> str:
+    """The page about a result."""
+    versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+    lines = [
+        "# Rollouts",
+        "",
+        "Written by `python benchmarks/rollout.py --table-only`; do not edit.",
+        "",
+        f"{result.device}, {versions}; shapes of Qwen2.5 with random weights. Measured with `{COMMAND}`. Medians; "
+        "every engine in the same run. The native engine always returns log-probs.",
+        "",
+        "| work (prompts x samples, prompt + response tokens) | native | `generate` of transformers | vLLM with "
+        "log-probs | vLLM without | share of the bandwidth floor |",
+        "|---|---|---|---|---|---|",
+    ]
+    for case in result.cases:
+        own = case.native["default"]
+        others = [case.transformers, case.vllm.get("with log-probs"), case.vllm.get("without")]
+        floor = f"{case.floor_seconds / own.seconds:.0%}" if case.floor_seconds else ""
+        columns = " | ".join(_times(own, other) for other in others)
+        lines.append(f"| {case.work.name} | {own.tokens_per_second:,.0f} tokens/s | {columns} | {floor} |")
+    lines += ["", "Multiples: how many times the other's tokens a second the native engine makes.", ""]
+    return "\n".join([*lines, *_start_lines(result), *_other_lines(result)])
+
+
+def _start_lines(result: Result) -> list[str]:
+    """Starting up, memory and variants."""
+    lines = [
+        "| engine, work | tokens/s | construction to first token | new weights to first token | held between |",
+        "|---|---|---|---|---|",
+    ]
+    for case in result.cases:
+        speeds = [(f"native, {name}", speed) for name, speed in case.native.items()]
+        speeds += [(f"vLLM {name}", speed) for name, speed in case.vllm.items()]
+        for name, speed in speeds:
+            held = f"{(speed.held_bytes or 0) / 1e9:.2f} GB"
+            lines.append(
+                f"| {name}: {case.work.name} | {speed.tokens_per_second:,.0f} | {_seconds(speed.first_token)} | "
+                f"{_seconds(speed.again)} | {held} |"
+            )
+    return [
+        *lines,
+        "",
+        "What vLLM holds includes its weights; what the native engine holds is beside the trainer's.",
+        "",
+    ]
+
+
+def _other_lines(result: Result) -> list[str]:
+    """Log-probs, divergence and offloading."""
+    lines = [
+        f"Log-probs of the rollout against those of a forward pass, {gap.dtype}: largest difference {gap.largest:.2g}, "
+        f"mean {gap.mean:.2g}."
+        for gap in result.gaps
+    ]
+    if result.divergence:
+        places = result.divergence.first_place
+        where = "" if places is None else f", first at token {places:.0f} on average"
+        lines += [
+            "",
+            f"The same samples in a full batch and in a quarter of it: {result.divergence.differing} of "
+            f"{result.divergence.samples} differ{where}. On a GPU another batch size takes other matrix kernels, which "
+            "round differently; the random numbers are the same.",
+        ]
+    if result.offload:
+        offload = result.offload
+        saved = 1 - offload.bytes_offloaded / offload.bytes_whole
+        slower = 1 - offload.tokens_per_second_offloaded / offload.tokens_per_second_whole
+        lines += [
+            "",
+            f"`offload_kvcache`, {offload.work.name}: {offload.bytes_whole / 1e9:.1f} GB at the peak with the whole "
+            f"cache, {offload.bytes_offloaded / 1e9:.1f} GB with a smaller one ({saved:.0%} less) at {slower:.0%} "
+            f"fewer tokens a second; {offload.preemptions} samples stepped back, {offload.swapped_bytes / 1e9:.1f} GB "
+            f"went to host memory and back; {offload.same_tokens:.1%} of the tokens are the same.",
+        ]
+    return [*lines, ""]
+
+
+def _times(own: Speed, other: Speed | None) -> str:
+    if other is None:
+        return ""
+    return f"{other.tokens_per_second:,.0f} ({own.tokens_per_second / other.tokens_per_second:.2f}x)"
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f} s"
