@@ -40,7 +40,7 @@ from lightning_verl.rollout.sampling import SamplingParams, sample_seeds
 from lightning_verl.rollout.stopping import Decoder, StopRule
 
 if TYPE_CHECKING:
-    from lightning_verl.rollout.native.graphs import CompiledLayers
+    from lightning_verl.rollout.native.compiled import CompiledLayers
 
 
 @dataclass(frozen=True)
@@ -159,6 +159,7 @@ class NativeEngine:
         self._cache: KVCache | None = None
         self._layers: CompiledLayers | None = None
         self._runner: Runner | None = None
+        self._warm: set[tuple[int, SamplingParams]] = set()
         self._made_for: object = None
         self._captures = self.options.cuda_graphs and not any(isinstance(m, FSDPModule) for m in model.modules())
 
@@ -266,12 +267,15 @@ class NativeEngine:
         adjuster = LogitAdjuster(sampling, self.eos_token_ids, self._vocabulary, cache.data.device)
         if limits.burst == 1:
             return Runner(self.model, cache, sampling, adjuster)
-        from lightning_verl.rollout.native.graphs import CompiledLayers, DecodeGraphs
+        from lightning_verl.rollout.native.compiled import CompiledLayers
+        from lightning_verl.rollout.native.graphs import DecodeGraphs
 
         if self.options.compile_layers and self._layers is None:
             self._layers = CompiledLayers(self.model)
         self._made_for = made_for
-        self._runner = DecodeGraphs(self.model, cache, sampling, adjuster, limits.rows, limits.longest, self._layers)
+        self._runner = DecodeGraphs(
+            self.model, cache, sampling, adjuster, limits.rows, limits.longest, self._layers, self._warm
+        )
         return self._runner
 
     def _next_step(self, scheduler: Scheduler, device: torch.device) -> Step | None:

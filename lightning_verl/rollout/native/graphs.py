@@ -7,13 +7,13 @@ host launches one graph a token and reads the results once a burst.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightning_verl.models.heads import hidden_states, output_logits
@@ -21,6 +21,7 @@ from lightning_verl.rollout.adjust import LogitAdjuster
 from lightning_verl.rollout.native.attention import PagedBatch, attending
 from lightning_verl.rollout.native.batch import block_tables
 from lightning_verl.rollout.native.cache import KVCache
+from lightning_verl.rollout.native.compiled import CompiledLayers
 from lightning_verl.rollout.native.draw import draw_tokens
 from lightning_verl.rollout.native.kernels import Tiles
 from lightning_verl.rollout.native.runner import Drawn, Runner, seen_of
@@ -35,31 +36,6 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 """Batch sizes that are captured, each when it is first needed."""
 
 
-class CompiledLayers:
-    """The decoder layers of a model, compiled; only used inside ``enabled``.
-
-    Args:
-        model: The model. All its layers share what the first of a kind compiles to.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        count = model.config.get_text_config().num_hidden_layers
-        lists = [module for module in model.base_model.modules() if isinstance(module, nn.ModuleList)]
-        layers = next(module for module in lists if len(module) == count)
-        self._compiled = [(layer, torch.compile(layer._call_impl, dynamic=True)) for layer in layers]
-
-    @contextmanager
-    def enabled(self) -> Iterator[None]:
-        """Let calls of the layers run what was compiled."""
-        try:
-            for layer, compiled in self._compiled:
-                layer._compiled_call_impl = compiled
-            yield
-        finally:
-            for layer, _ in self._compiled:
-                layer._compiled_call_impl = None
-
-
 class DecodeGraphs(Runner):
     """Runs steps, those that only decode as replayed graphs.
 
@@ -71,6 +47,7 @@ class DecodeGraphs(Runner):
         rows: Most samples at once.
         longest: Most tokens of a prompt and its response.
         layers: The model's layers, compiled; None runs them as they are.
+        warm: What ran before in this process, with the same model; added to. It need not run before it is captured.
     """
 
     def __init__(
@@ -82,9 +59,10 @@ class DecodeGraphs(Runner):
         rows: int,
         longest: int,
         layers: CompiledLayers | None,
+        warm: set[tuple[int, SamplingParams]],
     ) -> None:
         super().__init__(model, cache, sampling, adjuster)
-        self._layers, self._longest = layers, longest
+        self._layers, self._longest, self._warm = layers, longest, warm
         device = cache.data.device
         self._rows = next((size for size in SIZES if size >= rows), SIZES[-1])
         width = -(-(longest + BURST) // cache.block_size)
@@ -102,14 +80,20 @@ class DecodeGraphs(Runner):
         self._replays: dict[int, Callable[[], None]] = {}
         self._pool: Any = None
         self._captures = True
+        self._loaded: list[Request] = []
+        """Whose state the device holds, as the last burst left it."""
+        self._loaded_blocks = 0
 
     def run(self, step: Step) -> Drawn:
         """Run a step; see :meth:`Runner.run`."""
         samples = step.samples
         if not step.decodes or len(samples) > self._rows or not samples:
+            self._loaded = []
             return super().run(step)
         self.cache.swap_out(step.swap_out)
         self.cache.swap_in(step.swap_in)
+        if step.swap_in:  # the same samples may have come back to other blocks
+            self._loaded = []
         count = len(samples)
         size = next(size for size in SIZES if size >= count)
         decode = self._replays.get(size) or self._capture(size)
@@ -119,32 +103,46 @@ class DecodeGraphs(Runner):
         tokens = self._tokens[: step.tokens, :count].T.tolist()
         return Drawn(tokens, self._logprobs[: step.tokens, :count].T.tolist())
 
-    def _load(self, requests: Sequence[Request]) -> None:
-        """Bring the state of samples to the device."""
+    def forward(self, step: Step) -> Tensor:
+        """See :meth:`Runner.forward`."""
+        with self._compiled():
+            return super().forward(step)
+
+    def _load(self, requests: list[Request]) -> None:
+        """Bring the state of samples to the device, as far as it is not there since the last burst."""
+        self._turn.zero_()
+        blocks = sum(len(request.blocks) for request in requests)
+        known, same_blocks = requests == self._loaded, blocks == self._loaded_blocks
+        self._loaded, self._loaded_blocks = requests, blocks
+        if not (known and same_blocks):
+            tables = block_tables([request.blocks for request in requests]).int()
+            self._tables.zero_()  # rows behind the last one write to block 0
+            self._tables[: len(requests), : tables.shape[1]] = tables.to(self._tables.device)
+        if known:
+            return
         columns = [
             (*request.tokens(request.length - 1, 1), request.length - 1, request.seed, len(request.response))
             for request in requests
         ]
-        self._tables.zero_()  # rows behind the last one write to block 0
         self._state.zero_()
         state = torch.tensor(columns, dtype=torch.int64).T
         self._state[:, : len(requests)] = state.to(self._state.device)
-        tables = block_tables([request.blocks for request in requests]).int()
-        self._tables[: len(requests), : tables.shape[1]] = tables.to(self._tables.device)
         if self.adjuster.needs_seen:
             self._seen[: len(requests)] = seen_of(requests, self._seen.shape[1], self._seen.device)
-        self._turn.zero_()
 
     def _capture(self, size: int) -> Callable[[], None]:
         """Capture a step; returns what replays it."""
         self._tables.zero_()
         self._state.zero_()
         self._turn.zero_()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # compiles kernels and sets libraries up, which must not happen in a capture
-            self._decode(size)
-        torch.cuda.current_stream().wait_stream(stream)
+        self._loaded = []
+        if (size, self.sampling) not in self._warm:  # compiles kernels and sets libraries up, which no graph can hold
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._decode(size)
+            torch.cuda.current_stream().wait_stream(stream)
+            self._warm.add((size, self.sampling))
         self._replays[size] = (self._captures and self._graph(size)) or partial(self._decode, size)
         return self._replays[size]
 

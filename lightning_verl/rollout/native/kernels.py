@@ -107,12 +107,13 @@ def attend_on_gpu(
     query, key, value = (_with_unit_stride(tensor) for tensor in (query, key, value))
     (heads, tokens, size), kv_heads = query.shape, key.shape[0]
     padded = triton.next_power_of_2(size)
-    _store[(tokens, kv_heads)](
-        key, value, keys, values, batch.blocks, batch.offsets,
-        key.stride(0), key.stride(1), value.stride(0), value.stride(1), keys.stride(0), keys.stride(1), keys.stride(2),
-        SIZE=size, PADDED=padded,
-    )  # fmt: skip
     tiles: Tiles = batch.tiles
+    if tiles.queries > 1:  # else the attention kernel stores the one token of its sequence itself
+        _store[(tokens, kv_heads)](
+            key, value, keys, values, batch.blocks, batch.offsets,
+            key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+            keys.stride(0), keys.stride(1), keys.stride(2), SIZE=size, PADDED=padded,
+        )  # fmt: skip
     count = len(tiles.sequences)
     splits = min(_MOST_SPLITS, triton.next_power_of_2(max(1, _PROGRAMS // (count * kv_heads))))
     group = heads // kv_heads
@@ -122,13 +123,15 @@ def attend_on_gpu(
         parts = query.new_empty(splits, tokens, heads, size, dtype=torch.float32)
         sums = query.new_empty(splits, tokens, heads, dtype=torch.float32)
     _attend[(count, kv_heads, splits)](
-        query, keys, values, parts, sums,
+        query, key, value, keys, values, parts, sums,
         tiles.tables, tiles.lengths, tiles.starts, tiles.counts, tiles.sequences, tiles.firsts,
         scaling, softcap, window, tokens,
-        query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), keys.stride(2), tiles.tables.stride(0),
+        query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        keys.stride(0), keys.stride(1), keys.stride(2), tiles.tables.stride(0),
         GROUP=group, SIZE=size, PADDED=padded, BLOCK=keys.shape[2], QUERIES=tiles.queries,
         ROWS=max(16, triton.next_power_of_2(tiles.queries * group)),
-        SPLITS=splits, CAPPED=softcap > 0, WINDOWED=window > 0, num_warps=4, num_stages=3 if padded <= 128 else 2,
+        SPLITS=splits, CAPPED=softcap > 0, WINDOWED=window > 0,
+        num_warps=4 if tiles.queries > 1 else 2, num_stages=3 if padded <= 128 else 2,
     )  # fmt: skip
     if splits > 1:
         _join[(tokens * heads,)](parts, sums, output, tokens * heads, SIZE=size, PADDED=padded, SPLITS=splits)
@@ -160,10 +163,11 @@ def _store(
 
 @triton.jit
 def _attend(
-    query, keys, values, parts, sums,
+    query, key, value, keys, values, parts, sums,
     tables, lengths, starts, counts, sequences, firsts,
     scaling, softcap, window, tokens,
-    query_head, query_token, cache_block, cache_head, cache_token, table_width,
+    query_head, query_token, key_head, key_token, value_head, value_token,
+    cache_block, cache_head, cache_token, table_width,
     GROUP: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
     ROWS: tl.constexpr, SPLITS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
@@ -199,6 +203,16 @@ def _attend(
     share = tl.cdiv(highest - lowest, SPLITS)
     begin = lowest + split * share
     end = tl.minimum(begin + share, highest)
+
+    if (QUERIES == 1) & (begin < end) & (end == highest):  # this program is the one that reads the new token
+        new = length - 1
+        block = tl.load(tables + sequence * table_width + new // BLOCK).to(tl.int64)
+        spot = block * cache_block + kv_head * cache_head + (new % BLOCK) * cache_token + dim
+        new_key = tl.load(key + kv_head * key_head + start * key_token + dim, mask=inside)
+        new_value = tl.load(value + kv_head * value_head + start * value_token + dim, mask=inside)
+        tl.store(keys + spot, new_key.to(keys.dtype.element_ty), mask=inside)
+        tl.store(values + spot, new_value.to(values.dtype.element_ty), mask=inside)
+        tl.debug_barrier()  # other threads of this program load what was stored
 
     largest = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)

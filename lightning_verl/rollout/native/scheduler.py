@@ -217,11 +217,11 @@ class Scheduler:
 
     def _make_room(self, step: Step) -> int:
         """Give everyone that runs the blocks for its next tokens; returns for how many."""
-        left = max((self._left(request) for request in self._running), default=1)
-        decode = all(request.pending == 1 for request in self._running)
-        burst = min(self.limits.burst, left) if decode else 1
-        if burst > 1 and sum(self._missing(request, burst) for request in self._running) > self.pool.free:
-            burst = 1
+        burst = 1
+        if self.limits.burst > 1 and all(request.pending == 1 for request in self._running):
+            burst = min(self.limits.burst, max(map(self._left, self._running), default=1))
+            if sum(self._missing(request, burst) for request in self._running) > self.pool.free:
+                burst = 1
         place = 0
         while place < len(self._running):
             request = self._running[place]
@@ -232,7 +232,8 @@ class Scheduler:
                 self._step_back(self._running[-1], step)
                 if place == len(self._running):  # it was its own turn to go
                     return burst
-            request.blocks += self.pool.take(missing)
+            if missing:
+                request.blocks += self.pool.take(missing)
             place += 1
         return burst
 
