@@ -318,7 +318,7 @@ class NativeEngine:
 
     def _scheduler(self, groups: _Groups, sampling: SamplingParams, rule: StopRule, cache: KVCache) -> Scheduler:
         bounds = _BOUNDS[cache.data.device.type]
-        longest = max((len(group.prompt) for group, _ in groups), default=0) + sampling.max_new_tokens
+        longest = max((len(group.prompt) + sampling.max_new_tokens for group, _ in groups), default=1)
         rows = min(bounds.rows, max(1, sum(len(requests) for _, requests in groups)))
         burst = 1 if self.step_group is not None or not self._captures else bounds.burst
         limits = Limits(bounds.block_size, rows, bounds.tokens, burst, sampling.max_new_tokens, longest)
