@@ -145,7 +145,8 @@ class NativeEngine:
         tensor_group: dist.ProcessGroup | None = None,
     ) -> None:
         check_native(model)
-        self.model = model
+        # An adapter wrapper of peft hands on to the model inside, whose layers hold the adapters.
+        self.model: PreTrainedModel = getattr(model, "get_base_model", lambda: model)()
         self.pad_token_id = pad_token_id
         self.eos_token_ids = tuple(eos_token_ids)
         self.tokenizer = tokenizer

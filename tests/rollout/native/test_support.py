@@ -40,6 +40,8 @@ def test_the_list_of_tested_families_is_that_of_the_tiny_models() -> None:
 def test_adapters_are_seen_through() -> None:
     model = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
     assert is_tested(model)
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    assert "puts tokens of its own in front" in refused(peft.get_peft_model(tiny_model("llama"), config))
 
 
 def refused(model: Any) -> str:
