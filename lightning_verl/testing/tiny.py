@@ -7,8 +7,12 @@ from typing import Any, Literal
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
     GPT2Config,
     LlamaConfig,
+    MistralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -18,13 +22,30 @@ from transformers import (
 
 from lightning_verl.data.experience import RolloutBatch
 
-Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "gpt2"]
+Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma", "gemma2", "gemma3", "gpt2"]
 
 _ROTARY: dict[str, type[PreTrainedConfig]] = {
     "llama": LlamaConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "qwen3_moe": Qwen3MoeConfig,
+    "mistral": MistralConfig,
+    "gemma": GemmaConfig,
+    "gemma2": Gemma2Config,
+    "gemma3": Gemma3TextConfig,
+}
+_GEMMAS = ("gemma", "gemma2", "gemma3")
+_OWN_ENTRIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    "mistral": {"sliding_window": 8},
+    "gemma2": {
+        "sliding_window": 20,
+        # A tenth of the usual caps, which the small scores and logits of these models would never feel.
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 3.0,
+        "attn_implementation": "eager",  # the default, sdpa, leaves the first cap out without a word
+    },
+    "gemma3": {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
 }
 _COMMON: dict[str, Any] = {"vocab_size": 128, "bos_token_id": 1, "eos_token_id": 2, "use_cache": True}
 
@@ -35,13 +56,14 @@ _INITIALIZER_RANGE = 0.1
 def tiny_config(family: Family = "qwen3", **overrides: Any) -> PreTrainedConfig:
     """Return the config of a tiny model: hidden 64, 2 layers, 4 heads, 2 key-value heads, 128 tokens, 128 positions.
 
-    "llama", "qwen3" and "qwen3_moe" have a head of their own, "qwen2" and "gpt2" tie it to the embedding. "qwen3_moe"
-    has 4 experts of width 32 in each layer, 2 for a token. "gpt2" has learned positions and as many key-value heads as
-    heads. Dropout is 0. Token ids 1 and 2 begin and end a text, as in
-    :func:`lightning_verl.testing.char_tokenizer`.
+    "llama", "qwen3", "qwen3_moe" and "mistral" have a head of their own, the others tie it to the embedding.
+    "qwen3_moe" has 4 experts of width 32 in each layer, 2 for a token. "mistral" sees 8 tokens in each layer, "gemma2"
+    and "gemma3" see 20 in the first and all in the second; "gemma2" caps attention scores at 5 and logits at 3 and
+    attends eagerly. "gpt2" has learned positions and as many key-value heads as heads. Dropout is 0. Token ids 1 and 2
+    begin and end a text, as in :func:`lightning_verl.testing.char_tokenizer`.
 
     Args:
-        family: "llama", "qwen2", "qwen3", "qwen3_moe" or "gpt2".
+        family: "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma", "gemma2", "gemma3" or "gpt2".
         **overrides: Entries of the family's own config class, which win over the values above.
 
     Raises:
@@ -62,15 +84,15 @@ def tiny_config(family: Family = "qwen3", **overrides: Any) -> PreTrainedConfig:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 128,
-        "tie_word_embeddings": family == "qwen2",
+        "tie_word_embeddings": family == "qwen2" or family in _GEMMAS,
         "initializer_range": _INITIALIZER_RANGE,
+        **_OWN_ENTRIES.get(family, {}),
         **overrides,
     }
-    if family == "qwen3_moe":
-        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
-        entries = {**experts, **entries}
-    if family in ("qwen3", "qwen3_moe"):  # their default, 128, does not follow the width
+    if family in ("qwen3", "qwen3_moe", *_GEMMAS):  # their defaults, 128 and 256, do not follow the width
         entries.setdefault("head_dim", entries["hidden_size"] // entries["num_attention_heads"])
+    if family in ("gemma2", "gemma3"):  # scores are divided by its root
+        entries.setdefault("query_pre_attn_scalar", entries["head_dim"])
     return _ROTARY[family](**entries)
 
 
@@ -80,7 +102,7 @@ def tiny_model(family: Family = "qwen3", *, seed: int = 0, **overrides: Any) -> 
     The global random state is the same before and after.
 
     Args:
-        family: "llama", "qwen2", "qwen3", "qwen3_moe" or "gpt2".
+        family: One of those of :func:`tiny_config`.
         seed: Equal seeds give equal weights.
         **overrides: Entries of the family's config class, as for :func:`tiny_config`.
 

@@ -22,8 +22,11 @@ def test_sizes(family: Family) -> None:
     assert (config.bos_token_id, config.eos_token_id) == (1, 2)
 
 
-@pytest.mark.parametrize(("family", "tied"), [(name, name in ("qwen2", "gpt2")) for name in FAMILIES])
-def test_only_qwen2_and_gpt2_tie_the_head(family: Family, tied: bool) -> None:
+TIED = ("qwen2", "gemma", "gemma2", "gemma3", "gpt2")
+
+
+@pytest.mark.parametrize(("family", "tied"), [(name, name in TIED) for name in FAMILIES])
+def test_which_families_tie_the_head(family: Family, tied: bool) -> None:
     model = tiny_model(family)
     assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) is tied
 
@@ -33,6 +36,38 @@ def test_key_value_heads_and_head_size_follow_the_overrides() -> None:
     assert attention.k_proj.weight.shape == (2 * 16, 64)  # 2 key-value heads of 64 / 4
     attention = tiny_model("qwen3", hidden_size=32, num_key_value_heads=1).model.layers[0].self_attn
     assert attention.k_proj.weight.shape == (1 * 8, 32)  # 1 key-value head of 32 / 4
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma", "gemma2", "gemma3"])
+def test_the_head_size_follows_the_width(family: Family) -> None:
+    assert tiny_config(family).head_dim == 16
+    assert tiny_config(family, hidden_size=32).head_dim == 8
+    assert tiny_config(family, head_dim=24).head_dim == 24
+
+
+def test_what_each_layer_sees() -> None:
+    windows = {
+        family: [layer.self_attn.sliding_window for layer in tiny_model(family).model.layers]
+        for family in ("gemma2", "gemma3")
+    }
+    assert windows == {"gemma2": [20, None], "gemma3": [20, None]}
+    assert tiny_config("mistral").sliding_window == 8
+    assert tiny_config("gemma3", num_hidden_layers=3, layer_types=["full_attention"] * 3).num_hidden_layers == 3
+
+
+def test_gemma2_feels_its_caps() -> None:
+    def logits(**overrides: float) -> torch.Tensor:
+        return tiny_model("gemma2", **overrides)(torch.arange(3, 11)[None]).logits.detach()
+
+    capped = logits()
+    assert float(capped.abs().max()) < 3
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        assert float((logits(**{cap: 1000.0}) - capped).abs().max()) > 1e-3
+
+
+def test_gemma3_normalises_queries_and_keys() -> None:
+    attention = tiny_model("gemma3").model.layers[0].self_attn
+    assert attention.q_norm.weight.shape == attention.k_norm.weight.shape == (16,)
 
 
 def test_both_layers_have_experts() -> None:
@@ -79,5 +114,5 @@ def test_gpt2_drops_out_only_where_asked_to() -> None:
 
 
 def test_an_unknown_family_is_refused() -> None:
-    with pytest.raises(ValueError, match="family must be one of llama, qwen2, qwen3, qwen3_moe, gpt2, got 'bert'"):
+    with pytest.raises(ValueError, match="family must be one of llama, .*, gemma3, gpt2, got 'bert'"):
         tiny_model("bert")  # type: ignore[arg-type]

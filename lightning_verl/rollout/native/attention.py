@@ -9,7 +9,7 @@ Shape letters: T tokens of a step, S sequences, H heads, K key-value heads, D he
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,7 +119,7 @@ def paged_attention(model: PreTrainedModel) -> Iterator[None]:
         for key, config in configs.items():
             config._attn_implementation = before[key]
         for module in modules:
-            del module.kv_layer
+            vars(module).pop("kv_layer", None)  # an interrupt may have come before all had theirs
 
 
 _LAYER_TENSORS: list[Tensor] = []
@@ -144,11 +144,29 @@ def _forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls: query ``[1, H, T, D]``, key and value ``[1, K, T, D]``; returns ``[1, T, H, D]``."""
+    if _Current.probe is not None:
+        _check_layer(module, key, value, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     output = torch.ops.lightning_verl.paged_attention(
         query, key, value, module.kv_layer, scale, sliding_window or 0, softcap or 0.0
     )
     return output, None
+
+
+_NOT_OURS = ("s_aux", "position_bias", "indices", "block_indices")
+"""What some models give their attention besides: sinks, biases, the keys of sparse attention."""
+
+
+def _check_layer(module: nn.Module, key: Tensor, value: Tensor, others: Mapping[str, Any]) -> None:
+    given = [name for name in _NOT_OURS if others.get(name) is not None]
+    reason = f"gives its attention {', '.join(given)}" if given else ""
+    if key.shape != value.shape:
+        reason = f"has keys of {key.shape[-1]} and values of {value.shape[-1]} numbers a head"
+    if reason:
+        raise ValueError(
+            f"NativeEngine: {type(module).__name__} {reason}, which the cache of blocks does not do. "
+            "Use engine='transformers'."
+        )
 
 
 # A custom operator, so that torch.compile takes it as a whole. It says nothing of the cache that it changes: nothing
@@ -193,6 +211,9 @@ def _attend(
         as_bytes(cached)[rows.tables].view(cached.dtype).to(query.dtype).transpose(1, 2).flatten(2, 3)
         for cached in (keys, values)
     )
+    # Where nobody looks, an earlier user of the block may have left NaN, and 0 x NaN is NaN.
+    unseen = ~mask.any(2)[..., None]
+    own_keys, own_values = own_keys.masked_fill_(unseen, 0), own_values.masked_fill_(unseen, 0)
     if softcap:
         group = queries.shape[1] // own_keys.shape[1]
         own_keys, own_values = own_keys.repeat_interleave(group, 1), own_values.repeat_interleave(group, 1)

@@ -145,7 +145,8 @@ class NativeEngine:
         tensor_group: dist.ProcessGroup | None = None,
     ) -> None:
         check_native(model)
-        self.model = model
+        # An adapter wrapper of peft hands on to the model inside, whose layers hold the adapters.
+        self.model: PreTrainedModel = getattr(model, "get_base_model", lambda: model)()
         self.pad_token_id = pad_token_id
         self.eos_token_ids = tuple(eos_token_ids)
         self.tokenizer = tokenizer
@@ -322,7 +323,7 @@ class NativeEngine:
 
     def _scheduler(self, groups: _Groups, sampling: SamplingParams, rule: StopRule, cache: KVCache) -> Scheduler:
         bounds = _BOUNDS[cache.data.device.type]
-        longest = max((len(group.prompt) for group, _ in groups), default=0) + sampling.max_new_tokens
+        longest = max((len(group.prompt) + sampling.max_new_tokens for group, _ in groups), default=1)
         rows = min(bounds.rows, max(1, sum(len(requests) for _, requests in groups)))
         burst = 1 if self.step_group is not None or not self._captures else bounds.burst
         limits = Limits(bounds.block_size, rows, bounds.tokens, burst, sampling.max_new_tokens, longest)

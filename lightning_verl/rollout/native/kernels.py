@@ -235,8 +235,11 @@ def _attend(
         anchor = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         weights = tl.exp(scores - anchor[:, None])
         shrink = tl.exp(largest - anchor)
+        # Behind the sequence, an earlier user of the block may have left NaN, and 0 x NaN is NaN.
         some_values = tl.load(
-            values + base + slot[:, None] * cache_token + dim[None, :], mask=inside[None, :], other=0.0
+            values + base + slot[:, None] * cache_token + dim[None, :],
+            mask=inside[None, :] & (seen[:, None] < length),
+            other=0.0,
         ).to(queries.dtype)
         total = total * shrink + tl.sum(weights, 1)
         result = result * shrink[:, None] + tl.dot(weights.to(queries.dtype), some_values, input_precision="ieee")

@@ -29,6 +29,8 @@ def native_problem(model: Any) -> str | None:
     config = getattr(model, "config", None)
     if config is None or config.is_encoder_decoder or not model.can_generate():
         return "it is not a causal language model with generate()"
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        return "its adapter puts tokens of its own in front of the prompts"
     if not getattr(model, "_supports_attention_backend", False):
         return "its attention does not go through the attention interface of transformers"
     config = config.get_text_config()

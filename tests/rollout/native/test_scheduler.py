@@ -1,0 +1,494 @@
+"""The scheduler without a model: schedules worked out by hand, and long random ones over a simulated cache."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from lightning_verl.rollout.base import FinishReason
+from lightning_verl.rollout.native.blocks import BlockPool
+from lightning_verl.rollout.native.engine import _blocks_needed, _Bounds
+from lightning_verl.rollout.native.scheduler import Group, Limits, Request, Scheduler, Step
+from lightning_verl.rollout.sampling import SamplingParams
+from lightning_verl.rollout.stopping import StopRule
+
+END = -1
+LIMITS = Limits(block_size=4, rows=8, tokens=64, burst=1, response=6, longest=24)
+
+
+# ---- by hand ---------------------------------------------------------------------------------------------------------
+
+
+def requests_of(group: Group, *rows: int) -> list[Request]:
+    return [Request(row, seed=row, group=group) for row in rows]
+
+
+def scheduler_of(*sizes: tuple[int, int], blocks: int = 40, host: int = 0, **limits: int) -> Scheduler:
+    """Prompts of some lengths, each with some samples; rows are counted through. Tokens are 100, 101, 102..."""
+    bounds = replace(LIMITS, **limits)
+    rule = StopRule(SamplingParams(max_new_tokens=bounds.response), [END])
+    scheduler = Scheduler(bounds, BlockPool(blocks + 1), rule, BlockPool(host + 1) if host else None)
+    row = 0
+    for length, samples in sizes:
+        group = Group(list(range(100, 100 + length)))
+        scheduler.add(group, requests_of(group, *range(row, row + samples)))
+        row += samples
+    return scheduler
+
+
+def chunks(step: Step | None) -> list[tuple[int, int, int, list[int]]]:
+    """Row, start, count, and the rows that draw from it."""
+    assert step is not None
+    return [(c.request.row, c.start, c.count, [s.row for s in c.samples]) for c in step.chunks]
+
+
+def draw(scheduler: Scheduler, step: Step | None, **ends: int) -> None:
+    """Draw 7 for everyone; ``r2=1`` ends row 2 with its first token of this step."""
+    assert step is not None
+    tokens = []
+    for request in step.samples:
+        drawn = [7] * step.tokens
+        if f"r{request.row}" in ends:
+            drawn[ends[f"r{request.row}"] - 1] = END
+        tokens.append(drawn)
+    scheduler.record(step, tokens, [[-0.5] * step.tokens for _ in tokens])
+
+
+def take(scheduler: Scheduler, **ends: int) -> Step:
+    step = scheduler.next_step()
+    draw(scheduler, step, **ends)
+    assert step is not None
+    return step
+
+
+def test_samples_share_the_full_blocks_and_copy_the_last() -> None:
+    scheduler = scheduler_of((6, 3))
+    first = take(scheduler)
+    assert chunks(first) == [(0, 0, 6, [0, 1, 2])]
+    assert first.copies == [(2, 3), (2, 4)]  # block 2 holds tokens 4 and 5
+    assert [request.blocks for request in first.samples] == [[1, 2], [1, 3], [1, 4]]
+    assert scheduler.pool.free == 40 - 4
+    second = take(scheduler)
+    assert chunks(second) == [(0, 6, 1, [0]), (1, 6, 1, [1]), (2, 6, 1, [2])]
+    assert (second.copies, scheduler.pool.free) == ([], 40 - 4)
+
+
+def test_a_prompt_of_whole_blocks_needs_no_copy() -> None:
+    scheduler = scheduler_of((8, 3))
+    first = take(scheduler)
+    assert (chunks(first), first.copies) == ([(0, 0, 8, [0, 1, 2])], [])
+    assert scheduler.pool.free == 40 - 2
+    second = take(scheduler)
+    assert [request.blocks for request in second.samples] == [[1, 2, 3], [1, 2, 4], [1, 2, 5]]
+
+
+def test_a_sample_that_ends_gives_its_own_blocks_back_only() -> None:
+    scheduler = scheduler_of((6, 2))
+    take(scheduler, r0=1)
+    assert scheduler.pool.free == 40 - 2  # row 1 has block 1, which was shared, and its copy
+    step = take(scheduler, r1=1)
+    assert chunks(step) == [(1, 6, 1, [1])]
+    assert scheduler.pool.free == 40
+    assert scheduler.next_step() is None
+
+
+def test_who_drew_what_is_kept_up_to_the_end() -> None:
+    scheduler = scheduler_of((3, 2), burst=4)
+    samples = take(scheduler).samples
+    step = scheduler.next_step()
+    assert step is not None
+    assert step.tokens == 4
+    scheduler.record(step, [[5, END, 6, 6], [1, 2, 3, 4]], [[-1.0, -2.0, -3.0, -3.0], [-4.0, -5.0, -6.0, -7.0]])
+    assert samples[0].response == [7, 5, END]
+    assert samples[0].logprobs == [-0.5, -1.0, -2.0]
+    assert (samples[0].reason, samples[1].reason) == (FinishReason.EOS, None)
+    assert (samples[1].response, samples[1].cached) == ([7, 1, 2, 3, 4], 7)  # the last one is not cached yet
+    step = take(scheduler)
+    assert (chunks(step), step.tokens) == ([(1, 7, 1, [1])], 1)  # only one token is left
+    assert samples[1].reason is FinishReason.LENGTH
+    assert scheduler.pool.free == 40
+
+
+def test_long_prompts_are_cut_and_decoding_goes_on_beside_them() -> None:
+    scheduler = scheduler_of((2, 1), (12, 2), tokens=5)
+    assert chunks(take(scheduler)) == [(0, 0, 2, [0]), (1, 0, 3, [])]
+    assert chunks(take(scheduler)) == [(0, 2, 1, [0]), (1, 3, 4, [])]
+    assert chunks(take(scheduler)) == [(0, 3, 1, [0]), (1, 7, 4, [])]
+    assert chunks(take(scheduler)) == [(0, 4, 1, [0]), (1, 11, 1, [1, 2])]
+    assert chunks(take(scheduler)) == [(0, 5, 1, [0]), (1, 12, 1, [1]), (2, 12, 1, [2])]
+
+
+def test_the_last_to_enter_steps_back_and_is_computed_again() -> None:
+    scheduler = scheduler_of((4, 1), (4, 1), (4, 1), blocks=5, response=4, longest=20)
+    assert chunks(take(scheduler)) == [(0, 0, 4, [0]), (1, 0, 4, [1]), (2, 0, 4, [2])]
+    assert scheduler.pool.free == 2  # but three want a second block
+    for place in range(3):
+        assert chunks(take(scheduler)) == [(0, 4 + place, 1, [0]), (1, 4 + place, 1, [1])]
+    assert scheduler.preemptions == 1
+    assert scheduler.pool.free == 5  # both have ended
+    step = take(scheduler)
+    assert chunks(step) == [(2, 0, 5, [2])]  # its prompt and the token that it has
+    assert step.samples[0].response == [7, 7]
+
+
+def test_those_that_stepped_back_return_in_their_old_order_and_before_others() -> None:
+    scheduler = scheduler_of((4, 1), (4, 1), (4, 1), (4, 1), blocks=6, rows=3, response=12, longest=16)
+    assert chunks(take(scheduler)) == [(0, 0, 4, [0]), (1, 0, 4, [1]), (2, 0, 4, [2])]
+    for place in range(4):  # two blocks each
+        assert [row for row, *_ in chunks(take(scheduler))] == [0, 1, 2], place
+    for _ in range(4):  # rows 0 and 1 have three
+        assert [row for row, *_ in chunks(take(scheduler))] == [0, 1]
+    assert [row for row, *_ in chunks(take(scheduler))] == [0]  # row 0 wants a fourth, so row 1 steps back as well
+    assert scheduler.preemptions == 2
+    assert [row for row, *_ in chunks(take(scheduler, r0=1))] == [0]
+    assert chunks(take(scheduler)) == [(1, 0, 13, [1])]  # all six were free; row 2 would leave it none
+
+
+def test_blocks_go_to_the_host_and_come_back() -> None:
+    scheduler = scheduler_of((4, 1), (4, 1), (4, 1), blocks=5, host=4, response=4, longest=20)
+    take(scheduler)
+    step = take(scheduler)
+    assert (step.swap_out, chunks(step)) == ([(3, 1)], [(0, 4, 1, [0]), (1, 4, 1, [1])])
+    take(scheduler)
+    assert take(scheduler).swap_in == []
+    step = take(scheduler)
+    assert chunks(step) == [(2, 4, 1, [2])]  # nothing is computed again
+    assert [source for source, _ in step.swap_in] == [1]
+    assert [target for _, target in step.swap_in] == step.samples[0].blocks[:1]
+
+
+def test_a_full_host_has_the_sample_computed_again() -> None:
+    scheduler = scheduler_of((4, 1), (8, 1), blocks=5, host=1, response=12, longest=20)
+    assert chunks(take(scheduler)) == [(0, 0, 4, [0]), (1, 0, 8, [1])]
+    for _ in range(4):  # row 0 takes the fourth block, row 1 the last
+        step = take(scheduler)
+    step = take(scheduler)  # row 0 wants a third; three of row 1 do not fit into one block of the host
+    assert (step.swap_out, chunks(step)) == ([], [(0, 8, 1, [0])])
+    assert chunks(take(scheduler, r0=1)) == [(0, 9, 1, [0])]
+    assert chunks(take(scheduler)) == [(1, 0, 13, [1])]
+
+
+def test_late_samples_use_the_prompt_that_was_kept() -> None:
+    for length, reused in ((9, 8), (8, 4)):  # of a prompt of two blocks one token at least is computed, for its logits
+        scheduler = scheduler_of((length, 3), rows=2)
+        step = take(scheduler)
+        assert chunks(step) == [(0, 0, length, [0, 1])]
+        group = step.samples[0].group
+        assert group.prefix == [1, 2]
+        take(scheduler, r0=1)
+        step = take(scheduler)
+        assert chunks(step) == [(1, length + 1, 1, [1]), (2, reused, length - reused, [2])]
+        assert step.samples[1].blocks[: reused // 4] == [1, 2][: reused // 4]
+        assert group.prefix == []  # nobody is left to wait for
+        take(scheduler, r1=1, r2=1)
+        assert scheduler.pool.free == 40
+
+
+def test_a_kept_prompt_is_forgotten_under_pressure() -> None:
+    scheduler = scheduler_of((8, 3), rows=2, blocks=5, response=8, longest=16)
+    step = take(scheduler)
+    group = step.samples[0].group
+    assert group.prefix == [1, 2]
+    for _ in range(4):
+        assert [row for row, *_ in chunks(take(scheduler))] == [0, 1]
+    assert (group.prefix, scheduler.pool.free) == ([1, 2], 1)
+    assert chunks(take(scheduler)) == [(0, 12, 1, [0])]  # two want a block: the prompt is forgotten, row 1 steps back
+    assert (group.prefix, scheduler.preemptions) == ([], 1)
+    take(scheduler, r0=1)
+    assert chunks(take(scheduler)) == [(1, 0, 13, [1])]
+    take(scheduler, r1=1)
+    assert chunks(take(scheduler, r2=1)) == [(2, 0, 8, [2])]
+    assert (scheduler.pool.free, scheduler.next_step()) == (5, None)
+
+
+def test_others_enter_once_an_eighth_of_the_rows_is_free() -> None:
+    scheduler = scheduler_of(*[(2, 1)] * 20, rows=16)
+    assert [row for row, *_ in chunks(take(scheduler, r3=1))] == list(range(16))
+    assert len(chunks(take(scheduler, r5=1))) == 15  # one row of 16 is free, and two are wanted
+    step = take(scheduler)
+    assert chunks(step)[-2:] == [(16, 0, 2, [16]), (17, 0, 2, [17])]
+    assert len(step.chunks) == 16
+
+
+def test_bursts_need_blocks_and_have_no_newcomers() -> None:
+    scheduler = scheduler_of((4, 1), (4, 1), blocks=5, burst=4, response=6, longest=20)
+    assert take(scheduler).tokens == 1
+    assert take(scheduler).tokens == 4  # one more block each
+    scheduler = scheduler_of((4, 1), (4, 1), blocks=5, burst=6, response=12, longest=20)
+    take(scheduler)
+    step = take(scheduler)  # two more each are not there, one is
+    assert (step.tokens, scheduler.preemptions) == (1, 0)
+    group = Group([1, 2])
+    scheduler = scheduler_of((4, 1), burst=4)
+    take(scheduler)
+    assert take(scheduler).tokens == 4
+    scheduler.add(group, requests_of(group, 9))
+    step = take(scheduler)
+    assert (step.tokens, chunks(step)) == (1, [(0, 8, 1, [0]), (9, 0, 2, [9])])
+
+
+def test_a_pool_too_small_for_one_sample_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"a sample of 24 tokens takes 6 blocks of 4 tokens, but the cache has 5"):
+        scheduler_of((4, 1), blocks=5)
+    assert scheduler_of((4, 1), blocks=6).next_step() is not None
+
+
+# ---- at random -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class World:
+    """How a random run is made."""
+
+    limits: Limits
+    blocks: int
+    host: int = 0
+    requests: int = 10_000
+    samples: int = 5
+    """Most samples of a prompt."""
+    seed: int = 0
+
+
+class Simulation:
+    """Runs the steps of a scheduler over a cache of plain lists, which hold tokens in the place of keys and values.
+
+    Every token says what it is: of which group or row, and where. So a list of tokens equals a sequence only if
+    attention would have read exactly that sequence.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world, self.random = world, random.Random(world.seed)  # noqa: S311
+        limits = world.limits
+        self.pool, self.host = BlockPool(world.blocks + 1), BlockPool(world.host + 1) if world.host else None
+        rule = StopRule(SamplingParams(max_new_tokens=limits.response), [END])
+        self.scheduler = Scheduler(limits, self.pool, rule, self.host)
+        self.memory: dict[int, list[int]] = {block: [0] * limits.block_size for block in range(world.blocks + 1)}
+        self.host_memory: dict[int, list[int]] = {}
+        self.groups: list[Group] = []
+        self.made: list[Request] = []
+        self.ends: list[int] = []
+        """How long the response of each row is."""
+        self.steps = self.swapped = self.copied = self.reused = self.bursts = 0
+
+    def arrive(self) -> None:
+        """One more prompt, with some samples."""
+        limits, name = self.world.limits, len(self.groups) + 1
+        length = self.random.randint(1, limits.longest - limits.response)
+        group = Group([name * 1000 + place for place in range(length)])
+        count = min(self.random.randint(1, self.world.samples), self.world.requests - len(self.made))
+        rows = range(len(self.made), len(self.made) + count)
+        requests = requests_of(group, *rows)
+        self.groups.append(group)
+        self.made += requests
+        self.ends += [self.random.randint(1, limits.response) for _ in rows]
+        self.scheduler.add(group, requests)
+
+    def run(self) -> None:
+        while True:
+            waiting = len(self.scheduler._waiting)
+            while len(self.made) < self.world.requests and waiting < 30 and self.random.random() < 0.7:
+                self.arrive()
+                waiting = len(self.scheduler._waiting)
+            step = self.scheduler.next_step()
+            if step is None:
+                if len(self.made) == self.world.requests:
+                    return
+                continue
+            self.steps += 1
+            self.check(step)
+            tokens = self.execute(step)
+            self.scheduler.record(step, tokens, [[float(token) for token in drawn] for drawn in tokens])
+
+    def check(self, step: Step) -> None:
+        """Limits hold, and every block has exactly the users that it should have."""
+        limits, running = self.world.limits, self.scheduler._running
+        assert step.chunks or step.swap_out
+        assert len(running) <= limits.rows
+        assert sum(chunk.count for chunk in step.chunks) <= limits.tokens
+        assert all(chunk.count > 0 for chunk in step.chunks)
+        assert 1 <= step.tokens <= limits.burst
+        assert step.tokens == 1 or step.decodes
+        users: Counter[int] = Counter()
+        of: dict[int, tuple[Group, int]] = {}
+        for request in running:
+            users.update(request.blocks)
+            full = len(request.group.prompt) // limits.block_size
+            for place, block in enumerate(request.blocks):
+                if block in of:  # a shared one is the same full block of the same prompt
+                    assert of[block] == (request.group, place)
+                    assert place < full
+                of[block] = (request.group, place)
+        for group in {request.group for request in self.scheduler._waiting}:
+            users.update(group.prefix)
+            for place, block in enumerate(group.prefix):
+                assert of.setdefault(block, (group, place)) == (group, place)
+        assert 0 not in users
+        assert {block: count for block, count in enumerate(self.pool._users) if count} == users
+        assert self.pool.free == self.world.blocks - len(users)
+
+    def execute(self, step: Step) -> list[list[int]]:
+        """Move blocks, compute, and draw; returns the tokens of each sample."""
+        assert len({target for _, target in step.swap_out}) == len(step.swap_out)
+        for source, target in step.swap_out:
+            self.host_memory[target] = list(self.memory[source])
+        for source, target in step.swap_in:
+            self.memory[target] = self.host_memory.pop(source)
+        self.swapped += len(step.swap_in)
+        kept = {  # what those that run have in the cache: nobody may write there
+            (block, place)
+            for request in self.scheduler._running
+            if request.cached
+            for block, place in self.slots(request, request.cached)
+            if request not in step.samples or request.response
+        }
+        for chunk in step.chunks:
+            request, size = chunk.request, self.world.limits.block_size
+            self.reused += chunk.start > 0 and not request.response and len(chunk.samples) > 0
+            tokens = request.tokens(chunk.start, chunk.count)
+            assert len(tokens) == chunk.count
+            for place, token in enumerate(tokens, chunk.start):
+                block = request.blocks[place // size]
+                assert (block, place % size) not in kept
+                self.memory[block][place % size] = token
+            self.reads_its_own(request, chunk.start + chunk.count, [*request.group.prompt, *request.response])
+        drawn = [self.draw(request, step.tokens) for request in step.samples]
+        for source, target in step.copies:
+            assert (target, 0) not in kept
+            self.memory[target] = list(self.memory[source])
+        self.copied += len(step.copies)
+        for chunk in step.chunks:
+            for request in chunk.samples:  # those that joined, at the end of the prompt
+                cached = chunk.start + chunk.count
+                self.reads_its_own(request, cached, [*request.group.prompt, *request.response])
+        return drawn
+
+    def slots(self, request: Request, count: int) -> Iterator[tuple[int, int]]:
+        size = self.world.limits.block_size
+        return ((request.blocks[place // size], place % size) for place in range(count))
+
+    def reads_its_own(self, request: Request, count: int, sequence: list[int]) -> None:
+        """The first tokens in the blocks of a sample are those of its prompt and response."""
+        read: list[int] = []
+        for block in request.blocks[: -(-count // self.world.limits.block_size)]:
+            read += self.memory[block]
+        assert read[:count] == sequence[:count]
+
+    def draw(self, request: Request, count: int) -> list[int]:
+        """Draw tokens one after the other; all but the last are computed in this step already, ended or not."""
+        limits = self.world.limits
+        drawn: list[int] = []
+        for turn in range(count):
+            place = len(request.response) + turn
+            end = place == self.ends[request.row] - 1 and self.ends[request.row] < limits.response
+            drawn.append(END if end else -(request.row * 1000 + place + 2))
+            if turn < count - 1:
+                at = min(request.length + turn, limits.longest - 1)  # rows that have ended stay within the model
+                self.memory[request.blocks[at // limits.block_size]][at % limits.block_size] = drawn[-1]
+        self.bursts += count > 1
+        return drawn
+
+    def all_is_right(self) -> None:
+        """Nothing was lost, doubled or leaked."""
+        assert [request.row for request in self.made] == list(range(self.world.requests))
+        for request, end in zip(self.made, self.ends, strict=True):
+            full = end == self.world.limits.response
+            expected = [-(request.row * 1000 + place + 2) for place in range(end)]
+            if not full:
+                expected[-1] = END
+            assert request.response == expected
+            assert request.logprobs == [float(token) for token in expected]
+            assert request.reason is (FinishReason.LENGTH if full else FinishReason.EOS)
+            assert request.blocks == request.host_blocks == []
+        assert self.pool.free == self.pool.size
+        assert not any(self.pool._users)
+        assert self.host is None or self.host.free == self.host.size
+        assert all(not group.prefix and not group.newcomers for group in self.groups)
+
+
+def run(world: World) -> Simulation:
+    simulation = Simulation(world)
+    simulation.run()
+    simulation.all_is_right()
+    return simulation
+
+
+SMALL = Limits(block_size=4, rows=12, tokens=40, burst=1, response=12, longest=36)
+
+
+@pytest.mark.parametrize("burst", [1, 8])
+@pytest.mark.parametrize("host", [0, 30])
+def test_ten_thousand_random_requests(burst: int, host: int) -> None:
+    simulation = run(World(replace(SMALL, burst=burst), blocks=20, host=host, seed=burst + host))
+    scheduler = simulation.scheduler
+    assert scheduler.preemptions > 100
+    assert simulation.pool.most_used == 20
+    assert simulation.copied > 100
+    assert simulation.reused > 100  # prompts that were cut, or kept for late samples
+    assert (simulation.swapped > 100) is (host > 0)
+    assert (simulation.bursts > 100) is (burst > 1)
+
+
+@pytest.mark.parametrize("burst", [1, 8])
+def test_extremes(burst: int) -> None:
+    tightest = replace(SMALL, burst=burst)
+    for changes, blocks in (
+        ({}, 9),  # room for one sample of the greatest length, no more
+        ({"rows": 1}, 9),
+        ({"tokens": 1}, 20),
+        ({"tokens": 3}, 12),
+        ({"block_size": 1}, 40),
+        ({"block_size": 64}, 2),
+        ({"response": 1}, 12),
+    ):
+        for host in (0, 1, 12):
+            run(World(replace(tightest, **changes), blocks, host, requests=150, seed=host))
+
+
+def test_many_samples_of_each_prompt() -> None:
+    simulation = run(World(replace(SMALL, rows=6), blocks=24, requests=600, samples=40))
+    assert simulation.reused > 50
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_with_the_blocks_that_are_asked_for_nobody_steps_back(seed: int) -> None:
+    dice = random.Random(seed)  # noqa: S311
+    bounds = _Bounds(
+        block_size=dice.choice([1, 4, 16]), rows=dice.choice([2, 5, 100]), tokens=dice.choice([8, 500]), burst=8
+    )
+    limits = Limits(bounds.block_size, bounds.rows, bounds.tokens, 8, response=dice.choice([1, 9, 33]), longest=80)
+    groups = []
+    row = 0
+    for _ in range(12):
+        group = Group([0] * dice.randint(1, 47))
+        requests = requests_of(group, *range(row, row + dice.choice([1, 3, 8])))
+        row += len(requests)
+        groups.append((group, requests))
+    blocks = _blocks_needed(groups, limits.response, bounds)
+    longest = max(len(group.prompt) for group, _ in groups) + limits.response
+    rule = StopRule(SamplingParams(max_new_tokens=limits.response), [END])
+    scheduler = Scheduler(replace(limits, longest=longest), BlockPool(blocks), rule)
+    for group, requests in groups:
+        scheduler.add(group, requests)
+    while (step := scheduler.next_step()) is not None:
+        draw(scheduler, step)  # everyone takes the longest response
+    assert scheduler.preemptions == 0
+    assert scheduler.pool.free == scheduler.pool.size
+
+
+# ---- requests --------------------------------------------------------------------------------------------------------
+
+
+def test_the_tokens_of_a_request() -> None:
+    request = Request(0, 0, Group([1, 2, 3]), response=[4, 5])
+    whole: list[Any] = [1, 2, 3, 4, 5]
+    for start in range(6):
+        for count in range(6 - start):
+            assert request.tokens(start, count) == whole[start : start + count]
+    assert (request.length, request.pending) == (5, 5)
+    request.cached = 4
+    assert request.pending == 1

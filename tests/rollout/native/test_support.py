@@ -1,0 +1,93 @@
+"""Which models the native engine takes, and what it says of the others."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import peft
+import pytest
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    Lfm2Config,
+    LlamaForSequenceClassification,
+    MambaConfig,
+    MambaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from lightning_verl.rollout.native import NativeEngine
+from lightning_verl.rollout.native.support import TESTED, check_native, is_tested, native_problem
+from lightning_verl.testing import tiny_config, tiny_model
+from lightning_verl.testing.tiny import Family
+
+
+@pytest.mark.parametrize("family", get_args(Family))
+def test_every_tiny_family_is_tested(family: Family) -> None:
+    model = tiny_model(family, num_hidden_layers=1) if family not in ("gemma3",) else tiny_model(family)
+    assert native_problem(model) is None
+    assert is_tested(model)
+    check_native(model)
+
+
+def test_the_list_of_tested_families_is_that_of_the_tiny_models() -> None:
+    assert set(TESTED) == {tiny_config(family).model_type for family in get_args(Family)}
+
+
+def test_adapters_are_seen_through() -> None:
+    model = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    assert is_tested(model)
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    assert "puts tokens of its own in front" in refused(peft.get_peft_model(tiny_model("llama"), config))
+
+
+def refused(model: Any) -> str:
+    """What is said, by the engine as well."""
+    problem = native_problem(model)
+    assert problem is not None
+    assert not is_tested(model)
+    with pytest.raises(ValueError, match="NativeEngine cannot run") as error:
+        NativeEngine(model, pad_token_id=0, eos_token_ids=[1])
+    assert type(model).__name__ in str(error.value)
+    assert "Use engine='transformers'" in str(error.value)
+    return problem
+
+
+def test_models_that_do_not_generate() -> None:
+    small = {"vocab_size": 32, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    assert "not a causal language model" in refused(T5ForConditionalGeneration(T5Config(**small)))
+    assert "not a causal language model" in refused(
+        LlamaForSequenceClassification(tiny_config("llama", pad_token_id=0))
+    )
+    assert "not a causal language model" in refused(nn.Linear(2, 2))
+
+
+def test_models_without_the_attention_interface() -> None:
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2))
+    assert "does not go through the attention interface" in refused(bloom)
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, state_size=4))
+    assert "does not go through the attention interface" in refused(mamba)
+
+
+def test_layers_that_the_cache_does_not_hold() -> None:
+    config = Lfm2Config(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        layer_types=["conv", "full_attention"],
+    )
+    problem = refused(AutoModelForCausalLM.from_config(config))
+    assert "layers are of the types ['conv']" in problem
+    chunked = tiny_model("llama")
+    chunked.config.layer_types = ["full_attention", "chunked_attention"]
+    assert "layers are of the types ['chunked_attention']" in refused(chunked)
+
+
+def test_attention_that_looks_ahead() -> None:
+    assert refused(tiny_model("gemma3", use_bidirectional_attention=True)) == "its attention is not causal"
