@@ -11,7 +11,8 @@ Shape letters: N rows, V vocabulary.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -29,12 +30,24 @@ class SamplingParams:
     """Samples for each prompt, at least 1."""
     max_new_tokens: int = 256
     """Longest response, in tokens, the end token included, at least 1."""
+    min_new_tokens: int = 0
+    """Tokens before the one that may end a response, from 0 to ``max_new_tokens``: as long as there are fewer, no end
+    token (the model's or of ``stop_token_ids``) can be sampled, and the next token completes no stop string."""
     temperature: float = 1.0
     """Logits are divided by it before the softmax; 0 means greedy (then log-probs are those of temperature 1)."""
     top_k: int | None = None
     """Keep only the k likeliest tokens; None keeps all."""
     top_p: float = 1.0
     """Keep the smallest set of likeliest tokens whose probability reaches it, in (0, 1]; applied after top-k."""
+    min_p: float = 0.0
+    """Keep the tokens whose probability is at least this times the largest one, in [0, 1]; applied after top-p. 0 keeps
+    all, 1 only the likeliest and those equal to it. Greedy sampling does not read it."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens that the prompt or the response holds already are divided by it where positive and multiplied
+    by it where negative (CTRL, Keskar et al. 2019), above 0; 1 changes nothing, more discourages repetition."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    """What is added to the logits of single tokens, by token id: finite numbers, or -inf for a token that must never be
+    sampled. Copied; the default adds nothing."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a response, besides the model's own end tokens."""
     stop_strings: tuple[str, ...] = ()

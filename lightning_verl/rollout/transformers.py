@@ -25,6 +25,7 @@ from transformers import (
 from lightning_verl.data.experience import PromptBatch
 from lightning_verl.models.modes import deterministic
 from lightning_verl.rollout.base import FinishReason, Rollouts
+from lightning_verl.rollout.prompts import check_lengths, seed_indices, token_lists
 from lightning_verl.rollout.sampling import SamplingParams, sample_seeds, sample_tokens, uniforms
 from lightning_verl.rollout.stopping import Decoder, StopRule
 
@@ -97,19 +98,20 @@ class TransformersEngine:
             RuntimeError: Such an error on another rank of ``step_group``.
         """
         sampling = sampling or SamplingParams()
-        token_lists = prompts.token_lists() if isinstance(prompts, PromptBatch) else [list(row) for row in prompts]
+        rows = token_lists(prompts)
         device = next(self.model.parameters()).device
         rule = StopRule(sampling, self.eos_token_ids, self.tokenizer)
         with self._starting_together(device):
-            indices = self._indices(prompts, prompt_indices).to(device)
-            self._check_lengths(token_lists, sampling)
+            indices = seed_indices(type(self).__name__, prompts, prompt_indices).to(device)
+            limit = getattr(self.model.config, "max_position_embeddings", None)
+            check_lengths(type(self).__name__, rows, sampling, limit, "max_position_embeddings")
 
-        stopper = _Stopper(rule, rows=len(token_lists) * sampling.n, group=self.step_group)
-        if not token_lists and self.step_group is not None:  # a made-up row, which the stopper does not count
-            token_lists, indices = [[self.pad_token_id]], indices.new_zeros(1)
+        stopper = _Stopper(rule, rows=len(rows) * sampling.n, group=self.step_group)
+        if not rows and self.step_group is not None:  # a made-up row, which the stopper does not count
+            rows, indices = [[self.pad_token_id]], indices.new_zeros(1)
         sampler = _Sampler(sampling, sample_seeds(sampling.seed, step, indices, sampling.n))
-        if token_lists:
-            self._run(token_lists, sampling, sampler, stopper, device)
+        if rows:
+            self._run(rows, sampling, sampler, stopper, device)
         return self._collect(sampler, stopper, sampling.n, device)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -148,42 +150,17 @@ class TransformersEngine:
         if refused.item():
             raise RuntimeError("TransformersEngine.generate: another rank of the step group refused its prompts.")
 
-    def _indices(self, prompts: PromptBatch | Sequence[Sequence[int]], given: Sequence[int] | None) -> Tensor:
-        if given is None:
-            return prompts.indices if isinstance(prompts, PromptBatch) else torch.arange(len(prompts))
-        if len(given) != len(prompts):
-            raise ValueError(
-                f"TransformersEngine.generate: got {len(given)} prompt_indices for {len(prompts)} prompts; give one "
-                "for each."
-            )
-        return torch.as_tensor(given, dtype=torch.int64)
-
-    def _check_lengths(self, token_lists: list[list[int]], sampling: SamplingParams) -> None:
-        limit: int | None = getattr(self.model.config, "max_position_embeddings", None)
-        for row, tokens in enumerate(token_lists):
-            if not tokens:
-                raise ValueError(
-                    f"TransformersEngine.generate: prompt {row} is empty; every prompt needs at least one token, such "
-                    "as the begin-of-text token."
-                )
-            if limit is not None and len(tokens) + sampling.max_new_tokens > limit:
-                raise ValueError(
-                    f"TransformersEngine.generate: prompt {row} has {len(tokens)} tokens, with max_new_tokens "
-                    f"({sampling.max_new_tokens}) that is {len(tokens) + sampling.max_new_tokens}, but the model has "
-                    f"max_position_embeddings={limit}; shorten the prompt or lower max_new_tokens."
-                )
-
     def _run(
         self,
-        token_lists: list[list[int]],
+        rows: list[list[int]],
         sampling: SamplingParams,
         sampler: _Sampler,
         stopper: _Stopper,
         device: torch.device,
     ) -> None:
-        width = max(map(len, token_lists))
-        ids = [[self.pad_token_id] * (width - len(tokens)) + tokens for tokens in token_lists]
-        mask = [[0] * (width - len(tokens)) + [1] * len(tokens) for tokens in token_lists]
+        width = max(map(len, rows))
+        ids = [[self.pad_token_id] * (width - len(tokens)) + tokens for tokens in rows]
+        mask = [[0] * (width - len(tokens)) + [1] * len(tokens) for tokens in rows]
         # No end tokens here: the stopper alone decides when a row ends.
         config = GenerationConfig(
             max_new_tokens=sampling.max_new_tokens, do_sample=False, use_cache=True, pad_token_id=self.pad_token_id

@@ -36,31 +36,43 @@ class HybridEngine:
         strategy: Knows the layouts and groups.
         model: The actor's model, on its device and not yet cut.
         bucket_bytes: Most bytes that one bucket of a resharding sends and receives on a rank.
+        whole: Hold whole tensors on every rank, for an engine that takes them; then the module itself cannot generate
+            with its tensor ranks, and is only a place for the weights.
 
     Raises:
         ValueError: The model cannot be cut over the rollout's tensor ranks, or has adapters that cannot be merged.
     """
 
-    def __init__(self, strategy: HybridStrategy, model: PreTrainedModel, bucket_bytes: int) -> None:
+    def __init__(
+        self, strategy: HybridStrategy, model: PreTrainedModel, bucket_bytes: int, whole: bool = False
+    ) -> None:
         self._strategy = strategy
         self._bucket_bytes = bucket_bytes
         self._trained: nn.Module = model
         self._rollout = strategy.layout("rollout")
         if self._rollout.tensor > 1:
             check_tensor_parallel(model, self._rollout.tensor)
-        check_experts(model, self._rollout.expert, self._rollout.tensor, shards=1)
         self._view = RolloutModule(model)
-        self._cuts = rollout_cuts(self._view.module) if self._rollout.tensor > 1 else {}
+        self._cuts: dict[str, RolloutCut] = {}
+        self._experts: set[str] = set()
         self._vocabulary = vocabulary_layout(strategy.layout("actor"), self._rollout)
+        if not whole:
+            self._cut_module(model)
+        self._resharder: Resharder | None = None  # both are made on first use: only then is the model sharded
+        self._sources: dict[str, nn.Parameter] = {}
+        self.report: ReshardReport | None = None
+        """What the last resharding cost."""
+
+    def _cut_module(self, model: PreTrainedModel) -> None:
+        """Let each rank of the rollout layout generate with its part of the weights."""
+        strategy = self._strategy
+        check_experts(model, self._rollout.expert, self._rollout.tensor, shards=1)
+        self._cuts = rollout_cuts(self._view.module) if self._rollout.tensor > 1 else {}
         group = strategy.group("rollout", "tensor")
         if group is not None and self._rollout.tensor > 1:
             ranks = torch.distributed.get_process_group_ranks(group)
             cut_forwards(self._view.module, group, tuple(map(self._vocabulary.tensor_rank, ranks)))
         self._experts = self._divide_experts()
-        self._resharder: Resharder | None = None  # both are made on first use: only then is the model sharded
-        self._sources: dict[str, nn.Parameter] = {}
-        self.report: ReshardReport | None = None
-        """What the last resharding cost."""
 
     def _divide_experts(self) -> set[str]:
         """Let the experts of the rollout module dispatch, where they are divided; the names of their parameters."""

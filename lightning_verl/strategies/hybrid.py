@@ -314,7 +314,7 @@ class HybridStrategy(ModelParallelStrategy):
         models = models_to_cut(module, layout.tensor)
         self.hybrid_precision.convert_module(module)
         module.to(self.root_device)
-        if role == "actor" and self.enable_3d_hybrid:
+        if role == "actor":
             self._rollouts.prepare(module)
         mode = getattr(module, "activation_checkpointing", None)
         if not dist.is_initialized():

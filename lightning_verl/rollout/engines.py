@@ -1,0 +1,77 @@
+"""Rollout engines by name. Each is imported only when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning_verl.rollout.base import RolloutEngine
+from lightning_verl.strategies.layout import check_names
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from lightning_verl.rollout.stopping import Decoder
+
+ENGINES = ("auto", "transformers", "vllm")
+"""Names of engines; "auto" is "transformers"."""
+
+
+def check_engine(owner: str, name: str, options: Mapping[str, Any]) -> None:
+    """Refuse an engine that cannot be built, before anything is.
+
+    Args:
+        owner: The class that was given them, for messages.
+        name: One of ``ENGINES``.
+        options: The engine's own options.
+
+    Raises:
+        ValueError: There is no such engine, or it has no such options.
+        ImportError: "vllm", but vLLM is missing or too old.
+    """
+    check_names(owner, [name], ENGINES, "engine")
+    if name == "vllm":
+        from lightning_verl.rollout.vllm.options import VLLMOptions
+        from lightning_verl.rollout.vllm.process import check_vllm
+
+        VLLMOptions.of(options)
+        check_vllm()
+    elif options:
+        raise ValueError(
+            f"{owner}: engine={name!r} has no options, got engine_options={dict(options)}; leave them out."
+        )
+
+
+def needs_weights(name: str) -> bool:
+    """Whether an engine generates with weights of its own, which must be handed over for each version."""
+    return name == "vllm"
+
+
+def build_engine(
+    name: str,
+    model: PreTrainedModel,
+    *,
+    pad_token_id: int,
+    eos_token_ids: Sequence[int],
+    tokenizer: Decoder | None,
+    options: Mapping[str, Any] | None = None,
+) -> RolloutEngine:
+    """Build a rollout engine.
+
+    Args:
+        name: One of ``ENGINES``.
+        model: The model that generates; "vllm" reads its config and class only.
+        pad_token_id: Fills the right of short responses.
+        eos_token_ids: The model's end tokens.
+        tokenizer: Decodes responses, for stop strings.
+        options: The engine's own options.
+    """
+    if name == "vllm":
+        from lightning_verl.rollout.vllm import VLLMEngine
+
+        return VLLMEngine(
+            model, pad_token_id=pad_token_id, eos_token_ids=eos_token_ids, tokenizer=tokenizer, options=options
+        )
+    from lightning_verl.rollout.transformers import TransformersEngine
+
+    return TransformersEngine(model, pad_token_id=pad_token_id, eos_token_ids=eos_token_ids, tokenizer=tokenizer)
