@@ -16,7 +16,7 @@ from lightning_verl.models.load import ModelSource, add_lora, load_model, load_t
 from lightning_verl.models.logprobs import logprobs_from_hidden
 from lightning_verl.roles.base import LoraSource, Role, model_inputs, response_places, spread
 from lightning_verl.rollout.base import RolloutEngine
-from lightning_verl.rollout.engines import build_engine, check_engine, needs_weights
+from lightning_verl.rollout.engines import RolloutWeights, build_engine, check_engine, rollout_weights
 
 
 class Actor(Role):
@@ -102,9 +102,9 @@ class Actor(Role):
         return self._engine
 
     @property
-    def engine_needs_weights(self) -> bool:
-        """Whether the engine has weights of its own, which the strategy hands over whole for each version."""
-        return needs_weights(self._engine_name)
+    def rollout_weights(self) -> RolloutWeights:
+        """How the engine gets its weights from the strategy."""
+        return rollout_weights(self._engine_name, self._engine_options)
 
     @property
     def eos_token_ids(self) -> Sequence[int]:

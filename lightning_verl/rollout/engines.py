@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_verl.rollout.base import RolloutEngine
 from lightning_verl.strategies.layout import check_names
@@ -42,9 +42,23 @@ def check_engine(owner: str, name: str, options: Mapping[str, Any]) -> None:
         )
 
 
-def needs_weights(name: str) -> bool:
-    """Whether an engine generates with weights of its own, which must be handed over for each version."""
-    return name == "vllm"
+RolloutWeights = Literal["shared", "merged", "adapter"]
+"""How an engine gets weights: it shares the rollout module's; or it has its own and is handed whole tensors for each
+version, with LoRA adapters merged in or beside them."""
+
+
+def rollout_weights(name: str, options: Mapping[str, Any]) -> RolloutWeights:
+    """How an engine gets its weights.
+
+    Args:
+        name: One of ``ENGINES``.
+        options: The engine's own options.
+    """
+    if name != "vllm":
+        return "shared"
+    from lightning_verl.rollout.vllm.options import VLLMOptions
+
+    return VLLMOptions.of(options).lora
 
 
 def build_engine(

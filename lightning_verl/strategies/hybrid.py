@@ -463,6 +463,7 @@ class HybridStrategy(ModelParallelStrategy):
         with self.phase("all roles", "load"):
             rest = checkpoint.load(Path(self.broadcast(path)), state, self.role_of_optimizer, strict)
         self._versions.update(rest.pop("weight_versions", {}))
+        self._rollouts.weights_replaced()
         return rest
 
     @override

@@ -74,6 +74,7 @@ class Rollouts:
         self._optimizers: list[Optimizer] = []
         self._engine: HybridEngine | None = None
         self._offload: StateOffload | None = None
+        self._replaced = False
 
     @property
     def reshard_report(self) -> ReshardReport | None:
@@ -91,11 +92,11 @@ class Rollouts:
         Raises:
             ValueError: The engine has weights of its own, and they cannot be handed over in this layout.
         """
-        whole = getattr(actor, "engine_needs_weights", False)
-        if whole:
+        weights = getattr(actor, "rollout_weights", "shared")
+        if weights != "shared":
             self._check_hand_over(type(actor).__name__)
         if self._strategy.enable_3d_hybrid and hasattr(actor, "generate_with"):
-            self._engine = HybridEngine(self._strategy, actor.model, self._strategy.reshard_bucket_bytes, whole)
+            self._engine = HybridEngine(self._strategy, actor.model, self._strategy.reshard_bucket_bytes, weights)
             actor.generate_with(self._engine.module)
 
     def _check_hand_over(self, actor: str) -> None:
@@ -138,13 +139,16 @@ class Rollouts:
         """Have the engine ready with the weights of a version."""
         with ExitStack() as held:
             needs_weights = getattr(engine, "needs_weights", False)
+            if needs_weights and self._replaced:
+                engine.forget_weights()
+            self._replaced = False
             if not (needs_weights and engine.holds(version)):
                 held.enter_context(self._weights(actor))
             if self._offload is not None:
                 self._offload.free()
             if needs_weights and self._engine is not None:
                 engine.tensor_group = self._strategy.group("rollout", "tensor")
-                engine.load_weights(self._engine.module.named_parameters(), version)
+                engine.load_weights(self._engine.whole_weights(), version)
                 held.close()  # the engine has a copy: ours need not wait for the end of the rollout
             else:
                 engine.load_weights((), version)
@@ -155,6 +159,10 @@ class Rollouts:
 
     def _weights(self, actor: nn.Module) -> AbstractContextManager[None]:
         return gathered(actor) if self._engine is None else self._engine.weights()
+
+    def weights_replaced(self) -> None:
+        """The trained weights were read from a checkpoint: what an engine holds of the same version may be others."""
+        self._replaced = True
 
     def wait_for_states(self) -> None:
         """Have the optimizer states in place for what follows."""

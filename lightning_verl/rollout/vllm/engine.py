@@ -7,10 +7,12 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from copy import deepcopy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor
 
 from lightning_verl.data.experience import PromptBatch
@@ -19,6 +21,7 @@ from lightning_verl.rollout.base import Rollouts
 from lightning_verl.rollout.prompts import check_lengths, seed_indices, token_lists
 from lightning_verl.rollout.sampling import SamplingParams, sample_seeds
 from lightning_verl.rollout.stopping import Decoder, StopRule
+from lightning_verl.rollout.vllm.adapter import adapter_arguments, push_adapter, split_adapter
 from lightning_verl.rollout.vllm.options import VLLMOptions, cache_bytes, engine_arguments, longest_sequence
 from lightning_verl.rollout.vllm.process import check_vllm, own_shared_memory, process_kept, spare_process_group
 from lightning_verl.rollout.vllm.sampling import check_sampling, request_options, request_seed
@@ -81,6 +84,8 @@ class VLLMEngine:
         self._has_weights = False
         self._asleep: set[str] = set()
         self._requests = 0
+        self._adapter: Any = None
+        self._adapters = 0
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
@@ -103,20 +108,36 @@ class VLLMEngine:
         self._wake("weights")
         if self.holds(version):
             return
-        pairs = checkpoint_weights(self.model, {name: tensor.detach() for name, tensor in weights})
-        if not pairs:
+        plain, adapter = split_adapter({name: tensor.detach() for name, tensor in weights})
+        if not plain:
             raise ValueError(
                 f"VLLMEngine holds {self._held()}, got no weights for version {version}; vLLM has weights of its own, "
                 "so pass all of the model's."
             )
-        first = next(tensor for tensor in pairs.values() if tensor.is_floating_point())
-        if self._vllm is None:
-            self._start(first.dtype, first.device)
+        if adapter and self.options.lora == "merged":
+            raise ValueError(
+                f"VLLMEngine got an adapter ({next(iter(adapter))!r}); merge it into the weights, or build the engine "
+                "with options={'lora': 'adapter'}."
+            )
         self._has_weights = False  # until all are in
-        push_weights(self._vllm, pairs.items(), self._with_transfer)
+        if self._vllm is None:
+            self._start(plain, adapter)
+        if self.options.lora == "merged":
+            pairs = checkpoint_weights(self.model, plain)
+            push_weights(self._vllm, pairs.items(), self._with_transfer)
+        else:
+            self._adapters += 1
+            folder = Path(self._folder_name()) / "adapter"
+            self._adapter = push_adapter(self._vllm, adapter, self._adapters, folder)
         if hasattr(self._vllm, "set_weight_version"):
             self._vllm.set_weight_version(str(version))
         self.weight_version, self._has_weights = version, True
+
+    def forget_weights(self) -> None:
+        """Have the next ``load_weights`` hand over everything, whatever its version."""
+        self._has_weights = False
+        if self.options.lora == "adapter":
+            self.close()  # the weights below the adapter are read when vLLM starts
 
     def release(self) -> None:
         """Let vLLM sleep, which frees its memory on CUDA as ``VLLMOptions.sleep_level`` says. No-op on the CPU."""
@@ -139,7 +160,7 @@ class VLLMEngine:
     def close(self) -> None:
         """End vLLM in this process; the next ``load_weights`` starts it again."""
         engine, self._vllm = self._vllm, None
-        self._has_weights, self._asleep = False, set()
+        self._has_weights, self._asleep, self._adapter, self._adapters = False, set(), None, 0
         if engine is not None:
             engine.engine_core.shutdown()
         if self._folder is not None:
@@ -155,30 +176,43 @@ class VLLMEngine:
             self._vllm.wake_up([what])
             self._asleep.discard(what)
 
-    def _start(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Start vLLM with random weights of the model's shapes."""
+    def _folder_name(self) -> str:
+        """A folder for what vLLM reads from disk, until the engine is closed."""
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="lightning_verl-vllm-")
+        return self._folder.name
+
+    def _start(self, weights: dict[str, Tensor], adapter: dict[str, Tensor]) -> None:
+        """Start vLLM with random weights of the model's shapes; with an adapter, with the weights below it."""
+        first = next(tensor for tensor in weights.values() if tensor.is_floating_point())
         with process_kept():
             from vllm import EngineArgs, LLMEngine
             from vllm.distributed import parallel_state
 
             spare_process_group(parallel_state)
             transfer = transfer_config()
-            self._folder = tempfile.TemporaryDirectory(prefix="lightning_verl-vllm-")
+            folder = self._folder_name()
             config = deepcopy(self.model.config)
             config.architectures = [type(self.model).__name__]
-            config.save_pretrained(self._folder.name)
+            config.save_pretrained(folder)
             ranks = self._tensor_ranks()
-            arguments = engine_arguments(self._folder.name, config, self.options, dtype, device)
-            arguments["kv_cache_memory_bytes"] = cache_bytes(config, self.options, dtype, ranks)
+            arguments = engine_arguments(folder, config, self.options, first.dtype, first.device)
+            arguments["kv_cache_memory_bytes"] = cache_bytes(config, self.options, first.dtype, ranks)
             arguments["tensor_parallel_size"] = ranks
-            if transfer is not None:
+            if self.options.lora == "adapter":
+                tensors = checkpoint_weights(self.model, weights)
+                save_file(
+                    {name: tensor.contiguous() for name, tensor in tensors.items()}, f"{folder}/model.safetensors"
+                )
+                arguments.update(adapter_arguments(adapter))
+            elif transfer is not None:
                 arguments["weight_transfer_config"] = transfer
             several = dist.is_initialized() and dist.get_world_size() > 1
             if several:
                 arguments["distributed_executor_backend"] = "external_launcher"
             with own_shared_memory() if several else nullcontext():
                 self._vllm = LLMEngine.from_engine_args(EngineArgs(**arguments))
-        self._device, self._with_transfer = device, transfer is not None
+        self._device, self._with_transfer = first.device, transfer is not None
 
     def _tensor_ranks(self) -> int:
         """How many ranks divide the model.
@@ -265,7 +299,7 @@ class VLLMEngine:
                 name = f"response-{self._requests}"
                 running[name] = response
                 params = RequestParams(**options, seed=request_seed(response.seed), output_kind=kind)
-                self._vllm.add_request(name, {"prompt_token_ids": response.prompt}, params)
+                self._vllm.add_request(name, {"prompt_token_ids": response.prompt}, params, lora_request=self._adapter)
             while running:
                 for output in self._vllm.step():
                     self._take(output, running, rule if stops else None)

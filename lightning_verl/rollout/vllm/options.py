@@ -41,7 +41,8 @@ class VLLMOptions:
     need, at most 4 GiB, at least what one needs; never a share of the free memory, as vLLM does by itself."""
     sleep_level: int = 2
     """What becomes of vLLM's memory between rollouts on CUDA: 2 frees cache and weights, 1 frees the cache and keeps
-    the weights in host memory, 0 keeps everything. On the CPU vLLM cannot sleep, and everything is kept."""
+    the weights in host memory, 0 keeps everything. On the CPU vLLM cannot sleep, and everything is kept. With
+    ``lora="adapter"`` 2 is 1."""
     lora: Literal["merged", "adapter"] = "merged"
     """How a LoRA adapter gets to vLLM: added to the weights it belongs to, or beside weights that are sent once."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
@@ -58,6 +59,8 @@ class VLLMOptions:
             raise ValueError(f"VLLMOptions: sleep_level is {self.sleep_level!r}; it must be 0, 1 or 2.")
         if self.lora not in ("merged", "adapter"):
             raise ValueError(f"VLLMOptions: lora is {self.lora!r}; it must be 'merged' or 'adapter'.")
+        if self.lora == "adapter" and self.sleep_level == 2:
+            object.__setattr__(self, "sleep_level", 1)  # the weights below the adapter are read once
         taken = sorted(set(self.engine_args) & set(_OURS))
         if taken:
             raise ValueError(
@@ -137,7 +140,7 @@ def engine_arguments(
         **options.engine_args,
         "model": folder,
         "skip_tokenizer_init": True,
-        "load_format": "dummy",
+        "load_format": "dummy" if options.lora == "merged" else "auto",
         "dtype": str(dtype).removeprefix("torch."),
         "generation_config": "vllm",  # no default of the model takes part in sampling
         "logprobs_mode": "processed_logprobs",
