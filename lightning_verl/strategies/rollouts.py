@@ -16,6 +16,7 @@ from lightning_verl.strategies.engine import HybridEngine
 from lightning_verl.strategies.offload import OffloadReport, StateOffload
 
 if TYPE_CHECKING:
+    from lightning_verl.rollout.engines import RolloutWeights
     from lightning_verl.strategies.hybrid import HybridStrategy
 
 
@@ -92,7 +93,7 @@ class Rollouts:
         Raises:
             ValueError: The engine has weights of its own, and they cannot be handed over in this layout.
         """
-        weights = getattr(actor, "rollout_weights", "shared")
+        weights: RolloutWeights = getattr(actor, "rollout_weights", "shared")
         if weights != "shared":
             self._check_hand_over(type(actor).__name__)
         if self._strategy.enable_3d_hybrid and hasattr(actor, "generate_with"):

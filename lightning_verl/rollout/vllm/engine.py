@@ -105,8 +105,10 @@ class VLLMEngine:
             ValueError: There are no weights, but vLLM does not hold this version.
             RuntimeError: vLLM did not take them.
         """
-        self._wake("weights")
+        woken = self._wake("weights")
         if self.holds(version):
+            if woken:  # what its prefix cache pointed to is gone
+                reset_prefix_cache(self._vllm)
             return
         plain, adapter = split_adapter({name: tensor.detach() for name, tensor in weights})
         if not plain:
@@ -170,11 +172,13 @@ class VLLMEngine:
     def _held(self) -> str:
         return f"version {self.weight_version} of the weights" if self._has_weights else "no weights"
 
-    def _wake(self, what: str) -> None:
+    def _wake(self, what: str) -> bool:
         """Give vLLM back the memory that sleep took: for the weights before they come, for the cache when needed."""
-        if what in self._asleep:
-            self._vllm.wake_up([what])
-            self._asleep.discard(what)
+        if what not in self._asleep:
+            return False
+        self._vllm.wake_up([what])
+        self._asleep.discard(what)
+        return True
 
     def _folder_name(self) -> str:
         """A folder for what vLLM reads from disk, until the engine is closed."""
