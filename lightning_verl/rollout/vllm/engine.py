@@ -23,7 +23,13 @@ from lightning_verl.rollout.sampling import SamplingParams, sample_seeds
 from lightning_verl.rollout.stopping import Decoder, StopRule
 from lightning_verl.rollout.vllm.adapter import adapter_arguments, push_adapter, split_adapter
 from lightning_verl.rollout.vllm.options import VLLMOptions, cache_bytes, engine_arguments, longest_sequence
-from lightning_verl.rollout.vllm.process import check_vllm, own_shared_memory, process_kept, spare_process_group
+from lightning_verl.rollout.vllm.process import (
+    check_vllm,
+    own_shared_memory,
+    process_kept,
+    spare_process_group,
+    torch_random_kept,
+)
 from lightning_verl.rollout.vllm.sampling import check_sampling, request_options, request_seed
 from lightning_verl.rollout.vllm.weights import push_weights, reset_prefix_cache, transfer_config
 
@@ -270,7 +276,8 @@ class VLLMEngine:
         self._wake("kv_cache")
         seeds = sample_seeds(sampling.seed, step, indices, sampling.n).tolist()
         responses = [_Response(rows[number // sampling.n], seed) for number, seed in enumerate(seeds)]
-        self._run(responses, sampling, rule)
+        with torch_random_kept():
+            self._run(responses, sampling, rule)
         return self._collect(responses, rule, sampling.n)
 
     def _check_weights(self) -> None:

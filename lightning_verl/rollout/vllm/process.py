@@ -60,6 +60,14 @@ def check_vllm() -> None:
 
 
 @contextmanager
+def torch_random_kept() -> Iterator[None]:
+    """Put torch's random state back: vLLM draws from it beside the seeds of the requests, and throws that away."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        yield
+
+
+@contextmanager
 def process_kept() -> Iterator[None]:
     """Let vLLM start, and put back what that changes.
 
@@ -68,9 +76,8 @@ def process_kept() -> Iterator[None]:
     """
     set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
-        with vllm_environment(), torch.random.fork_rng(devices), warnings.catch_warnings():
+        with vllm_environment(), torch_random_kept(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # vLLM looks at names of torch that are on their way out
             yield
     finally:
