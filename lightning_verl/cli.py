@@ -46,6 +46,9 @@ def quickstart(words: Sequence[str]) -> None:
         "greedy accuracy on unseen prompts before and after the rewards.",
     )
     parser.add_argument("--algorithm", choices=("grpo", "ppo"), default="grpo", help="default: grpo")
+    parser.add_argument(
+        "--engine", choices=("auto", "native", "transformers", "vllm"), default="auto", help="default: auto"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, data and samples (default: 0)")
     parser.add_argument("--output", type=Path, help="folder of the run (default: runs/quickstart-<algorithm>)")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the folder")
@@ -56,7 +59,12 @@ def quickstart(words: Sequence[str]) -> None:
     given.setdefault("output", Path("runs") / f"quickstart-{given['algorithm']}")
 
     from lightning_verl.quickstart.main import Quickstart, RunFolderError, run_quickstart
+    from lightning_verl.rollout.engines import check_engine
 
+    try:
+        check_engine("quickstart", given["engine"], {})
+    except ImportError as error:
+        raise UsageError(str(error)) from error
     try:
         run_quickstart(Quickstart(**given), resume)
     except RunFolderError as error:

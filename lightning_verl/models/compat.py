@@ -7,12 +7,15 @@ import inspect
 from collections.abc import Sequence
 from datetime import timedelta
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TORCH = SpecifierSet(">=2.11")
 TRANSFORMERS = SpecifierSet(">=5.17,<6")
@@ -121,6 +124,19 @@ def reduce_scatter_flat(
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     work: dist.Work | None = scatter(output, tensor, op=operation, group=group, async_op=async_op)
     return work
+
+
+def checkpoint_weights(model: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rename and split weights to how a checkpoint on disk holds them; packed experts are one tensor each there.
+
+    Args:
+        model: The model that the weights are of.
+        weights: Tensors by the names of its parameters.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    reverted: dict[str, Tensor] = revert_weight_conversion(model, weights) if weights else {}
+    return reverted
 
 
 def _require(name: str, supported: SpecifierSet, installed: str | None, reason: str) -> None:

@@ -51,6 +51,8 @@ class Quickstart:
     """Folder for logs, checkpoints, the trained model and the picture."""
     algorithm: Literal["grpo", "ppo"] = "grpo"
     """How to learn from rewards."""
+    engine: str = "auto"
+    """What generates, see ``Actor``."""
     seed: int = 0
     """Seed of weights, data and samples."""
     sft_steps: int = 58
@@ -143,6 +145,8 @@ def _make_roles(config: Quickstart) -> HybridDataFlow:
 
     def model(seed: int) -> PreTrainedModel:
         sizes = {"hidden_size": 96, "intermediate_size": 384, "max_position_embeddings": 64}
+        if config.engine == "vllm":  # its attention on the CPU takes heads of 32, 64, ... only, not of 96 / 4
+            sizes["head_dim"] = 32
         return tiny_model(
             "qwen3",
             seed=seed,
@@ -154,7 +158,7 @@ def _make_roles(config: Quickstart) -> HybridDataFlow:
 
     critic = Critic(model(config.seed + 1), learning_rate=config.critic_learning_rate)
     return HybridDataFlow(
-        actor=Actor(model(config.seed), tokenizer=tokenizer, betas=_BETAS),
+        actor=Actor(model(config.seed), tokenizer=tokenizer, betas=_BETAS, engine=config.engine),
         critic=critic if config.algorithm == "ppo" else None,
         reward=RewardFunction(exact),
         skip_special_tokens=False,  # a special token in an answer makes it wrong

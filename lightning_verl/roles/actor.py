@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +16,7 @@ from lightning_verl.models.load import ModelSource, add_lora, load_model, load_t
 from lightning_verl.models.logprobs import logprobs_from_hidden
 from lightning_verl.roles.base import LoraSource, Role, model_inputs, response_places, spread
 from lightning_verl.rollout.base import RolloutEngine
+from lightning_verl.rollout.engines import RolloutWeights, build_engine, check_engine, rollout_weights
 
 
 class Actor(Role):
@@ -25,10 +26,14 @@ class Actor(Role):
         source: A hub name, a folder, a config (random weights), or a causal model of transformers.
         tokenizer: Its tokenizer; None loads the one beside the weights.
         lora_config: ``{"r": 8, "alpha": 16, "target_modules": [...]}`` or peft's config: train an adapter only.
+        engine: What generates: "native", "transformers" or "vllm"; "auto" takes the native engine where the model's
+            family is one that it is tested with, and transformers elsewhere.
+        engine_options: Options of the engine, see ``NativeOptions`` and ``VLLMOptions``.
         options: Those of ``Role``.
 
     Raises:
-        ValueError: The tokenizer has no pad or no end token.
+        ValueError: The tokenizer has no pad or no end token, or there is no such engine or option of it.
+        ImportError: The engine's library is missing or too old.
     """
 
     role = "actor"
@@ -39,14 +44,18 @@ class Actor(Role):
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
         lora_config: LoraSource = None,
+        engine: str = "auto",
+        engine_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
+        check_engine(type(self).__name__, engine, engine_options or {})
         model: Any = load_model(source, "causal")
         if lora_config is not None:
             add_lora(model, lora_config, type(self).__name__)
         super().__init__(model, **options)
         self.has_adapter = lora_config is not None
         self.tokenizer = tokenizer if tokenizer is not None else load_tokenizer(source)
+        self._engine_name, self._engine_options = engine, dict(engine_options or {})
         self._engine: RolloutEngine | None = None
         self._generator: list[Any] = [self.model]  # in a list, so that it is no submodule
 
@@ -82,16 +91,21 @@ class Actor(Role):
     def engine(self) -> RolloutEngine:
         """The rollout engine, built on first use. Its weights are in place inside ``strategy.rollout(actor)``."""
         if self._engine is None:
-            from lightning_verl.rollout.transformers import TransformersEngine
-
             tokenizer = self.require_tokenizer()
-            self._engine = TransformersEngine(
+            self._engine = build_engine(
+                self._engine_name,
                 self._generator[0],
                 pad_token_id=int(tokenizer.pad_token_id),
                 eos_token_ids=self.eos_token_ids,
                 tokenizer=cast(Any, tokenizer),
+                options=self._engine_options,
             )
         return self._engine
+
+    @property
+    def rollout_weights(self) -> RolloutWeights:
+        """How the engine gets its weights from the strategy."""
+        return rollout_weights(self._engine_name, self._engine_options)
 
     @property
     def eos_token_ids(self) -> Sequence[int]:

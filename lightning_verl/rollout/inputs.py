@@ -40,19 +40,26 @@ def indices_of(engine: str, prompts: PromptBatch | Sequence[Sequence[int]], give
     return torch.as_tensor(given, dtype=torch.int64)
 
 
-def check_lengths(engine: str, config: Any, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
+def check_lengths(
+    engine: str,
+    config: Any,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    limit_name: str = "max_position_embeddings",
+) -> None:
     """Check that every prompt has a token, and room for its response in the model.
 
     Args:
         engine: The engine's class, for the message.
-        config: The model's, for ``max_position_embeddings``.
+        config: The model's, or what else has the limit.
         prompts: Token ids.
         sampling: Gives ``max_new_tokens``.
+        limit_name: The attribute of ``config`` with the most tokens of prompt and response together.
 
     Raises:
         ValueError: A prompt is empty or too long.
     """
-    limit: int | None = getattr(config, "max_position_embeddings", None)
+    limit: int | None = getattr(config, limit_name, None)
     for row, tokens in enumerate(prompts):
         if not tokens:
             raise ValueError(
@@ -63,7 +70,7 @@ def check_lengths(engine: str, config: Any, prompts: Sequence[Sequence[int]], sa
         if limit is not None and length > limit:
             raise ValueError(
                 f"{engine}.generate: prompt {row} has {len(tokens)} tokens, with max_new_tokens "
-                f"({sampling.max_new_tokens}) that is {length}, but the model has max_position_embeddings={limit}; "
+                f"({sampling.max_new_tokens}) that is {length}, but the model has {limit_name}={limit}; "
                 "shorten the prompt or lower max_new_tokens."
             )
 

@@ -26,6 +26,7 @@ from lightning_verl.strategies.layout import EXPERT_CUTS, vocabulary_layout
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from lightning_verl.rollout.engines import RolloutWeights
     from lightning_verl.strategies.hybrid import HybridStrategy
 
 
@@ -36,31 +37,46 @@ class HybridEngine:
         strategy: Knows the layouts and groups.
         model: The actor's model, on its device and not yet cut.
         bucket_bytes: Most bytes that one bucket of a resharding sends and receives on a rank.
+        weights: How the rollout engine gets them. ``"shared"``: it generates with the rollout module. Else it has its
+            own and takes whole tensors, which every rank then holds until they are handed over: ``"merged"`` with
+            LoRA adapters added to them, ``"adapter"`` with adapters beside them.
 
     Raises:
         ValueError: The model cannot be cut over the rollout's tensor ranks, or has adapters that cannot be merged.
     """
 
-    def __init__(self, strategy: HybridStrategy, model: PreTrainedModel, bucket_bytes: int) -> None:
+    def __init__(
+        self, strategy: HybridStrategy, model: PreTrainedModel, bucket_bytes: int, weights: RolloutWeights = "shared"
+    ) -> None:
         self._strategy = strategy
         self._bucket_bytes = bucket_bytes
         self._trained: nn.Module = model
         self._rollout = strategy.layout("rollout")
         if self._rollout.tensor > 1:
             check_tensor_parallel(model, self._rollout.tensor)
-        check_experts(model, self._rollout.expert, self._rollout.tensor, shards=1)
         self._view = RolloutModule(model)
-        self._cuts = rollout_cuts(self._view.module) if self._rollout.tensor > 1 else {}
+        self._cuts: dict[str, RolloutCut] = {}
+        self._experts: set[str] = set()
         self._vocabulary = vocabulary_layout(strategy.layout("actor"), self._rollout)
+        self._merges = weights != "adapter"
+        self._adapters: dict[str, Tensor] = {}
+        if weights == "shared":
+            self._cut_module(model)
+        self._resharder: Resharder | None = None  # both are made on first use: only then is the model sharded
+        self._sources: dict[str, nn.Parameter] = {}
+        self.report: ReshardReport | None = None
+        """What the last resharding cost."""
+
+    def _cut_module(self, model: PreTrainedModel) -> None:
+        """Let each rank of the rollout layout generate with its part of the weights."""
+        strategy = self._strategy
+        check_experts(model, self._rollout.expert, self._rollout.tensor, shards=1)
+        self._cuts = rollout_cuts(self._view.module) if self._rollout.tensor > 1 else {}
         group = strategy.group("rollout", "tensor")
         if group is not None and self._rollout.tensor > 1:
             ranks = torch.distributed.get_process_group_ranks(group)
             cut_forwards(self._view.module, group, tuple(map(self._vocabulary.tensor_rank, ranks)))
         self._experts = self._divide_experts()
-        self._resharder: Resharder | None = None  # both are made on first use: only then is the model sharded
-        self._sources: dict[str, nn.Parameter] = {}
-        self.report: ReshardReport | None = None
-        """What the last resharding cost."""
 
     def _divide_experts(self) -> set[str]:
         """Let the experts of the rollout module dispatch, where they are divided; the names of their parameters."""
@@ -101,13 +117,26 @@ class HybridEngine:
             resharder = self._resharder = self._resharder or self._plan()
             tensors, self.report = resharder.run({name: local_part(p) for name, p in self._sources.items()})
         for adapter in self._view.adapters:
-            merge(tensors[adapter.weight], tensors.pop(adapter.a), tensors.pop(adapter.b), adapter)
+            a, b = tensors.pop(adapter.a), tensors.pop(adapter.b)
+            if self._merges:
+                merge(tensors[adapter.weight], a, b, adapter)
+            else:
+                self._adapters |= {adapter.a: a, adapter.b: adapter.scale * b}
         self._view.fill(tensors)
         del tensors
         try:
             yield
         finally:
             self._view.drop()
+            self._adapters = {}
+
+    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights for an engine that has its own, while ``weights`` is open: name and tensor, tied ones once.
+
+        Adapters that are not merged follow, B times their scale.
+        """
+        yield from self._view.module.named_parameters()
+        yield from self._adapters.items()
 
     def _plan(self) -> Resharder:
         """How every parameter gets from the update layout to where the rollout wants it."""

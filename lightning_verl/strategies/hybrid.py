@@ -314,7 +314,7 @@ class HybridStrategy(ModelParallelStrategy):
         models = models_to_cut(module, layout.tensor)
         self.hybrid_precision.convert_module(module)
         module.to(self.root_device)
-        if role == "actor" and self.enable_3d_hybrid:
+        if role == "actor":
             self._rollouts.prepare(module)
         mode = getattr(module, "activation_checkpointing", None)
         if not dist.is_initialized():
@@ -463,6 +463,7 @@ class HybridStrategy(ModelParallelStrategy):
         with self.phase("all roles", "load"):
             rest = checkpoint.load(Path(self.broadcast(path)), state, self.role_of_optimizer, strict)
         self._versions.update(rest.pop("weight_versions", {}))
+        self._rollouts.weights_replaced()
         return rest
 
     @override

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -16,6 +16,7 @@ from lightning_verl.strategies.engine import HybridEngine
 from lightning_verl.strategies.offload import OffloadReport, StateOffload
 
 if TYPE_CHECKING:
+    from lightning_verl.rollout.engines import RolloutWeights
     from lightning_verl.strategies.hybrid import HybridStrategy
 
 
@@ -74,6 +75,7 @@ class Rollouts:
         self._optimizers: list[Optimizer] = []
         self._engine: HybridEngine | None = None
         self._offload: StateOffload | None = None
+        self._replaced = False
 
     @property
     def reshard_report(self) -> ReshardReport | None:
@@ -86,10 +88,30 @@ class Rollouts:
         return None if self._offload is None else self._offload.report
 
     def prepare(self, actor: Any) -> None:
-        """Give an actor that can generate with another module than its own a rollout module; before it is cut."""
-        if hasattr(actor, "generate_with"):
-            self._engine = HybridEngine(self._strategy, actor.model, self._strategy.reshard_bucket_bytes)
+        """Give an actor that can generate with another module than its own a rollout module; before it is cut.
+
+        Raises:
+            ValueError: The engine has weights of its own, and they cannot be handed over in this layout.
+        """
+        weights: RolloutWeights = getattr(actor, "rollout_weights", "shared")
+        if weights != "shared":
+            self._check_hand_over(type(actor).__name__)
+        if self._strategy.enable_3d_hybrid and hasattr(actor, "generate_with"):
+            self._engine = HybridEngine(self._strategy, actor.model, self._strategy.reshard_bucket_bytes, weights)
             actor.generate_with(self._engine.module)
+
+    def _check_hand_over(self, actor: str) -> None:
+        if not self._strategy.enable_3d_hybrid:
+            raise ValueError(
+                f"{actor}: an engine with weights of its own takes them from the 3D hybrid engine; leave "
+                "enable_3d_hybrid=False out of HybridStrategy(...), or choose engine='transformers'."
+            )
+        ranks, world = sorted(self._strategy.layout("rollout").ranks), self._strategy.world_size
+        if ranks != list(range(world)):
+            raise ValueError(
+                f"{actor}: vLLM starts on all {world} processes together, but the actor lies on ranks {ranks} only. "
+                "Let no other role claim ranks of its own, or choose engine='transformers'."
+            )
 
     def aligned_dims(self) -> dict[str, int]:
         """See ``HybridEngine.aligned_dims``."""
@@ -103,20 +125,46 @@ class Rollouts:
     def open(self, actor: nn.Module) -> Iterator[LentEngine]:
         """Lend the actor's engine with the weights as they are now (a collective call)."""
         role, engine = self._strategy.role_of(actor), actor.engine
+        version = self._strategy.weight_version(role)
         reshard(actor)
-        with self._states_away(), gathered(actor) if self._engine is None else self._engine.weights():
-            if self._offload is not None:
-                self._offload.free()
-            engine.load_weights((), self._strategy.weight_version(role))  # type: ignore[operator, union-attr]
-            generating = "actor" if self._engine is None else "rollout"
-            divided = self._strategy.layout(generating).expert > 1 and expert_modules(actor)
-            engine.step_group = self._strategy.group(generating, "expert") if divided else None  # type: ignore[union-attr]
+        with self._states_away(), self._loaded(actor, engine, version):
             lent = LentEngine(engine, lambda: self._strategy.weight_version(role))
             try:
                 yield lent
             finally:
                 lent.take_back()
                 engine.release()  # type: ignore[operator, union-attr]
+
+    @contextmanager
+    def _loaded(self, actor: nn.Module, engine: Any, version: int) -> Iterator[None]:
+        """Have the engine ready with the weights of a version."""
+        with ExitStack() as held:
+            needs_weights = getattr(engine, "needs_weights", False)
+            if needs_weights and self._replaced:
+                engine.forget_weights()
+            self._replaced = False
+            if not (needs_weights and engine.holds(version)):
+                held.enter_context(self._weights(actor))
+            if self._offload is not None:
+                self._offload.free()
+            if needs_weights and self._engine is not None:
+                engine.tensor_group = self._strategy.group("rollout", "tensor")
+                engine.load_weights(self._engine.whole_weights(), version)
+                held.close()  # the engine has a copy: ours need not wait for the end of the rollout
+            else:
+                engine.load_weights((), version)
+                generating = "actor" if self._engine is None else "rollout"
+                divided = self._strategy.layout(generating).expert > 1 and expert_modules(actor)
+                engine.step_group = self._strategy.group(generating, "expert") if divided else None
+                engine.tensor_group = self._strategy.group(generating, "tensor")
+            yield
+
+    def _weights(self, actor: nn.Module) -> AbstractContextManager[None]:
+        return gathered(actor) if self._engine is None else self._engine.weights()
+
+    def weights_replaced(self) -> None:
+        """The trained weights were read from a checkpoint: what an engine holds of the same version may be others."""
+        self._replaced = True
 
     def wait_for_states(self) -> None:
         """Have the optimizer states in place for what follows."""

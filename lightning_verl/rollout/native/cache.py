@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-KVDtype = Literal["auto", "bfloat16", "fp8"]
-"""What keys and values are kept as; "auto" is the dtype that the model computes them in."""
+from lightning_verl.rollout.native.options import KVDtype
 
 _DTYPES = {"bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 

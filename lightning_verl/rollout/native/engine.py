@@ -32,7 +32,8 @@ from lightning_verl.rollout.inputs import (
 )
 from lightning_verl.rollout.native.attention import paged_attention
 from lightning_verl.rollout.native.blocks import BlockPool
-from lightning_verl.rollout.native.cache import CacheShape, KVCache, KVDtype, free_bytes
+from lightning_verl.rollout.native.cache import CacheShape, KVCache, free_bytes
+from lightning_verl.rollout.native.options import NativeOptions
 from lightning_verl.rollout.native.runner import Runner, probe
 from lightning_verl.rollout.native.scheduler import Group, Limits, Request, Scheduler, Step
 from lightning_verl.rollout.native.support import check_native
@@ -41,40 +42,6 @@ from lightning_verl.rollout.stopping import Decoder, StopRule
 
 if TYPE_CHECKING:
     from lightning_verl.rollout.native.compiled import CompiledLayers
-
-
-@dataclass(frozen=True)
-class NativeOptions:
-    """How the native engine uses memory.
-
-    Raises:
-        ValueError: A value is out of its range.
-    """
-
-    kv_cache_dtype: KVDtype = "auto"
-    """What keys and values are kept as: as the model computes them ("auto"), "bfloat16", or "fp8" (e4m3, unscaled)."""
-    kv_cache_bytes: int | None = None
-    """Most memory of the cache on each rank; None takes what a rollout needs, as far as it is free at that moment."""
-    offload_kvcache: bool = False
-    """Whether samples that have to step back leave their blocks in host memory, instead of being computed again."""
-    keep_kvcache: bool = False
-    """Whether the cache stays between rollouts; else its memory is the update's."""
-
-    cuda_graphs: bool = True
-    """Whether decoding on a GPU is captured as CUDA graphs; else the host launches every kernel."""
-    compile_layers: bool = True
-    """Whether captured layers are compiled."""
-
-    def __post_init__(self) -> None:
-        if self.kv_cache_dtype not in ("auto", "bfloat16", "fp8"):
-            raise ValueError(
-                f"NativeOptions: kv_cache_dtype is {self.kv_cache_dtype!r}; it must be 'auto', 'bfloat16' or 'fp8'."
-            )
-        if self.kv_cache_bytes is not None and self.kv_cache_bytes <= 0:
-            raise ValueError(
-                f"NativeOptions: kv_cache_bytes is {self.kv_cache_bytes!r}; it must be positive, or None for what is "
-                "free."
-            )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,119 @@
+"""Rollout engines by name. Each is imported only when it is asked for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning_verl.rollout.base import RolloutEngine
+from lightning_verl.rollout.native.options import NativeOptions
+from lightning_verl.rollout.native.support import TESTED, native_problem
+from lightning_verl.strategies.layout import check_names
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from lightning_verl.rollout.stopping import Decoder
+
+ENGINES = ("auto", "native", "transformers", "vllm")
+"""Names of engines; "auto" is "native" for the families that it is tested with, and "transformers" for others."""
+
+_log = logging.getLogger(__name__)
+
+
+def check_engine(owner: str, name: str, options: Mapping[str, Any]) -> None:
+    """Refuse an engine that cannot be built, before anything is.
+
+    Args:
+        owner: The class that was given them, for messages.
+        name: One of ``ENGINES``.
+        options: The engine's own options.
+
+    Raises:
+        ValueError: There is no such engine, or it has no such options.
+        ImportError: "vllm", but vLLM is missing or too old.
+    """
+    check_names(owner, [name], ENGINES, "engine")
+    if name == "vllm":
+        from lightning_verl.rollout.vllm.options import VLLMOptions
+        from lightning_verl.rollout.vllm.process import check_vllm
+
+        VLLMOptions.of(options)
+        check_vllm()
+    elif name in ("auto", "native"):
+        NativeOptions.of(options)
+    elif options:
+        raise ValueError(
+            f"{owner}: engine={name!r} has no options, got engine_options={dict(options)}; leave them out."
+        )
+
+
+RolloutWeights = Literal["shared", "merged", "adapter"]
+"""How an engine gets weights: it shares the rollout module's; or it has its own and is handed whole tensors for each
+version, with LoRA adapters merged in or beside them."""
+
+
+def rollout_weights(name: str, options: Mapping[str, Any]) -> RolloutWeights:
+    """How an engine gets its weights.
+
+    Args:
+        name: One of ``ENGINES``.
+        options: The engine's own options.
+    """
+    if name != "vllm":
+        return "shared"
+    from lightning_verl.rollout.vllm.options import VLLMOptions
+
+    return VLLMOptions.of(options).lora
+
+
+def build_engine(
+    name: str,
+    model: PreTrainedModel,
+    *,
+    pad_token_id: int,
+    eos_token_ids: Sequence[int],
+    tokenizer: Decoder | None,
+    options: Mapping[str, Any] | None = None,
+) -> RolloutEngine:
+    """Build a rollout engine.
+
+    Args:
+        name: One of ``ENGINES``.
+        model: The model that generates; "vllm" reads its config and class only.
+        pad_token_id: Fills the right of short responses.
+        eos_token_ids: The model's end tokens.
+        tokenizer: Decodes responses, for stop strings.
+        options: The engine's own options.
+    """
+    if name == "vllm":
+        from lightning_verl.rollout.vllm import VLLMEngine
+
+        return VLLMEngine(
+            model, pad_token_id=pad_token_id, eos_token_ids=eos_token_ids, tokenizer=tokenizer, options=options
+        )
+    if name == "native" or (name == "auto" and _takes_native(model)):
+        from lightning_verl.rollout.native import NativeEngine
+
+        return NativeEngine(
+            model,
+            pad_token_id=pad_token_id,
+            eos_token_ids=eos_token_ids,
+            tokenizer=tokenizer,
+            options=NativeOptions.of(options or {}),
+        )
+    from lightning_verl.rollout.transformers import TransformersEngine
+
+    return TransformersEngine(model, pad_token_id=pad_token_id, eos_token_ids=eos_token_ids, tokenizer=tokenizer)
+
+
+def _takes_native(model: PreTrainedModel) -> bool:
+    """Whether "auto" takes the native engine; says so in the log where it does not."""
+    problem = native_problem(model)
+    family = model.config.get_text_config().model_type
+    if problem is None and family not in TESTED:
+        problem = f"the native engine is not tested with the family {family!r}"
+    if problem is not None:
+        _log.info("%s is rolled out with engine='transformers': %s.", type(model).__name__, problem)
+    return problem is None
