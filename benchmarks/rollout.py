@@ -6,22 +6,24 @@
 The first line measures on one GPU and writes the JSON file. The second one measures nothing and writes the page
 docs/benchmarks/rollout.md from docs/benchmarks/rollout.json. Models have the shapes of Qwen2.5 and random weights, so
 that no length depends on what they say. Every engine gets prompts of its own in each run, tokens are counted, and a run
-ends when they are on the host. vLLM runs in a process of its own, before the others; where it is not installed its
-column stays empty. On a CPU everything but vLLM runs too, on a tiny model (``--cases tiny``).
+ends when they are on the host. vLLM runs in a process of its own: on the last GPU where there are several, else before
+the others; where it is not installed its column stays empty. On a CPU everything but vLLM runs too, on a tiny model
+(``--cases tiny --main-shape tiny``).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -128,35 +130,48 @@ def run_native(model: Any, work: Work, options: NativeOptions, repeats: int) -> 
     return Speed(median, sum(work.lengths()) / median, first, statistics.median(again), allocated() - held)
 
 
-def run_transformers(model: Any, work: Work, repeats: int) -> Speed:
-    """``generate`` with its dynamic cache; prompts are repeated. All rows run to the greatest length."""
+def run_transformers(model: Any, work: Work) -> Speed:
+    """``generate`` with its dynamic cache; prompts are repeated. All rows run to the greatest length. One run."""
     prompts, device = Prompts(work), next(model.parameters()).device
-    config = GenerationConfig(
-        do_sample=True, max_new_tokens=work.new_tokens, min_new_tokens=work.new_tokens, pad_token_id=0, top_k=0
-    )
 
-    def generate() -> None:
+    def generate(tokens: int) -> None:
+        config = GenerationConfig(do_sample=True, max_new_tokens=tokens, min_new_tokens=tokens, pad_token_id=0, top_k=0)
         ids = torch.tensor(prompts(), device=device).repeat_interleave(work.n, 0)
         model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config).tolist()
 
-    seconds = [timed(generate) for _ in range(repeats + 1)][1:]
-    median = statistics.median(seconds)
-    return Speed(median, sum(work.lengths()) / median)
+    generate(8)  # sets libraries up
+    seconds = timed(lambda: generate(work.new_tokens))
+    return Speed(seconds, sum(work.lengths()) / seconds)
 
 
 # ---- vLLM, in a process of its own -----------------------------------------------------------------------------------
 
 
-def run_vllm(work: Work, repeats: int) -> dict[str, Speed]:
-    """vLLM, where it is installed."""
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "speeds.json"
-        script = Path(__file__).with_name("rollout_vllm.py")
-        arguments = ["--work", json.dumps(asdict(work)), "--repeats", str(repeats), "--output", str(output)]
-        finished = subprocess.run([sys.executable, str(script), *arguments], check=False)
-        if finished.returncode or not output.exists():
-            return {}
-        return {name: Speed(**entry) for name, entry in json.loads(output.read_text()).items()}
+class VLLMProcess:
+    """vLLM on works of one shape: beside the other engines where there is a second GPU, else before them.
+
+    Args:
+        works: What is generated.
+        repeats: Runs of each.
+        output: A file for what it measured so far.
+    """
+
+    def __init__(self, works: Sequence[Work], repeats: int, output: Path) -> None:
+        self._output = output
+        command = [sys.executable, str(Path(__file__).with_name("rollout_vllm.py")), "--repeats", str(repeats)]
+        command += ["--works", json.dumps([asdict(work) for work in works]), "--output", str(self._output)]
+        gpus = torch.cuda.device_count()
+        device = {"CUDA_VISIBLE_DEVICES": str(gpus - 1)} if gpus > 1 else {}
+        self._process = subprocess.Popen(command, env={**os.environ, **device})
+        if gpus == 1:
+            self._process.wait()
+
+    def speeds(self) -> dict[str, dict[str, Speed]]:
+        """By the name of the work and the kind of run; empty where vLLM is not installed."""
+        self._process.wait()
+        found = json.loads(self._output.read_text()) if self._output.exists() else {}
+        self._output.unlink(missing_ok=True)
+        return {work: {kind: Speed(**entry) for kind, entry in kinds.items()} for work, kinds in found.items()}
 
 
 # ---- what else is measured -------------------------------------------------------------------------------------------
@@ -183,9 +198,9 @@ def floor_seconds(model: Any, work: Work, rate: float | None) -> float | None:
     return work.new_tokens * (weights + work.prompts * work.n * context * token) / rate
 
 
-def gap_to_training(model: Any, work: Work) -> Gap:
+def gap_to_training(model: Any, work: Work, options: NativeOptions | None = None) -> Gap:
     """The engine's log-probs against those of a plain forward pass of the same weights."""
-    engine = NativeEngine(model, pad_token_id=0, eos_token_ids=())
+    engine = NativeEngine(model, pad_token_id=0, eos_token_ids=(), options=options)
     prompts = Prompts(work)()[:8]
     rollouts = engine.generate(prompts, SamplingParams(max_new_tokens=min(256, work.new_tokens)))
     engine.release()
@@ -202,7 +217,10 @@ def gap_to_training(model: Any, work: Work) -> Gap:
 def divergence(model: Any, work: Work) -> Divergence:
     """The same samples in a full batch and in a quarter of it."""
     engine = NativeEngine(model, pad_token_id=0, eos_token_ids=())
-    prompts, sampling = Prompts(work)(), SamplingParams(n=work.n, max_new_tokens=work.new_tokens)
+    # Random weights give flat distributions, in which a change in the last bit moves the choice; these are as peaked as
+    # those of a trained model.
+    sampling = SamplingParams(n=work.n, max_new_tokens=work.new_tokens, temperature=0.2)
+    prompts = Prompts(work)()
     quarter = len(prompts) // 4
     whole = engine.generate(prompts, sampling).response_ids[: quarter * work.n]
     part = engine.generate(prompts[:quarter], sampling).response_ids
@@ -265,18 +283,18 @@ def model_of(shape: str, device: torch.device, dtype: torch.dtype) -> Iterator[A
 
 
 def measure_case(work: Work, options: argparse.Namespace, device: torch.device, rate: float | None) -> Case:
-    """One piece of work on every engine."""
+    """One piece of work on every engine but vLLM."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    vllm = {} if options.no_vllm or device.type != "cuda" else run_vllm(work, options.repeats)
     with model_of(work.shape, device, dtype) as model:
-        variants = (
-            VARIANTS if work.shape == options.variants_of and not work.drawn else {"default": VARIANTS["default"]}
-        )
-        native = {name: run_native(model, work, variant, options.repeats) for name, variant in variants.items()}
-        other = None if options.no_transformers else run_transformers(model, work, max(1, options.repeats - 2))
+        variants = VARIANTS if work.shape == options.main_shape and not work.drawn else {"default": NativeOptions()}
+        native = {
+            name: run_native(model, work, variant, options.repeats if variant.cuda_graphs else 1)
+            for name, variant in variants.items()
+        }
+        other = None if options.no_transformers else run_transformers(model, work)
         floor = floor_seconds(model, work, rate)
     print(json.dumps({"work": work.name, "native": {k: v.tokens_per_second for k, v in native.items()}}), flush=True)
-    return Case(work, native, other, vllm, floor)
+    return Case(work, native, other, {}, floor)
 
 
 CASES: dict[str, list[Work]] = {
@@ -293,23 +311,27 @@ def measure(options: argparse.Namespace) -> Result:
     """Everything that was asked for."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    rate = bandwidth(device)
-    cases = [measure_case(work, options, device, rate) for name in options.cases for work in CASES[name]]
-    shape = "1.5B" if device.type == "cuda" else "tiny"
-    work = CASES[shape][0]
+    works = [work for name in options.cases for work in CASES[name]]
+    shared = [work for work in works if work.shape == options.main_shape]
+    vllm = None
+    if device.type == "cuda" and not options.no_vllm:
+        vllm = VLLMProcess(shared, options.repeats, options.output.with_suffix(".vllm.json"))
+    rate, cases = bandwidth(device), []
+    for work in works:
+        cases.append(measure_case(work, options, device, rate))
+        save(options.output, Result(str(device), rate, cases))  # what stands, should the run end early
     gaps, differing = [], None
-    with model_of(shape, device, dtype) as model:
-        gaps.append(gap_to_training(model, work))
-        differing = divergence(model, work)
-    if device.type == "cuda":
-        with model_of("0.5B", device, torch.float32) as model:
-            gaps.append(gap_to_training(model, CASES["0.5B"][0]))
+    with model_of(options.main_shape, device, dtype) as model:
+        gaps.append(gap_to_training(model, shared[0]))
+        differing = divergence(model, shared[0])
+        if device.type == "cuda":
+            gaps.append(gap_to_training(model.float(), shared[0], NativeOptions(compile_layers=False)))
     offload = measure_offload(device, OFFLOADS[device.type], dtype, 0.55) if options.offload else None
+    speeds = vllm.speeds() if vllm else {}
+    cases = [replace(case, vllm=speeds.get(case.work.name, {})) for case in cases]
     versions = {"torch": torch.__version__}
-    if cases and any(case.vllm for case in cases):
-        from importlib import import_module
-
-        versions["vllm"] = str(import_module("vllm").__version__)
+    if speeds:
+        versions["vLLM"] = str(import_module("vllm").__version__)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     return Result(name, rate, cases, gaps, differing, offload, versions)
 
@@ -319,7 +341,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, default=RESULTS, help="the JSON file")
     parser.add_argument("--table-only", action="store_true", help="measure nothing, only write the page again")
     parser.add_argument("--cases", nargs="*", choices=CASES, default=["0.5B", "1.5B", "drawn", "7B"])
-    parser.add_argument("--variants-of", choices=SHAPES, default="1.5B", help="the shape that all variants run on")
+    parser.add_argument("--main-shape", choices=SHAPES, default="1.5B", help="what all variants and vLLM run on")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each engine, after one that does not count")
     parser.add_argument("--no-vllm", action="store_true", help="leave vLLM out")
     parser.add_argument("--no-transformers", action="store_true", help="leave generate out")

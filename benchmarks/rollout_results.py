@@ -168,8 +168,8 @@ def page(result: Result) -> str:
         "",
         "Written by `python benchmarks/rollout.py --table-only`; do not edit.",
         "",
-        f"{result.device}, {versions}; shapes of Qwen2.5 with random weights. Measured with `{COMMAND}`. Medians; "
-        "every engine in the same run. The native engine always returns log-probs.",
+        f"{result.device}, {versions}; shapes of Qwen2.5 with random weights. Measured with `{COMMAND}`. Medians of "
+        "several runs, `generate` once; every engine in the same run. The native engine always returns log-probs.",
         "",
         "| work (prompts x samples, prompt + response tokens) | native | `generate` of transformers | vLLM with "
         "log-probs | vLLM without | share of the bandwidth floor |",

@@ -12,6 +12,7 @@ import statistics
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from rollout import Prompts, build, timed
@@ -30,16 +31,15 @@ SETTINGS = {
 """Set before vLLM is imported: one process, no network, no kernels that are compiled with tools a host may lack."""
 
 
-def measure(work: Work, repeats: int, output: Path) -> None:
-    """Both kinds of run on one ``LLM``."""
+def measure(works: list[Work], repeats: int, output: Path) -> None:
+    """All works on one ``LLM``, with and without log-probs; the file is written after each."""
     from vllm import LLM
-    from vllm import SamplingParams as VLLMSampling
 
     with tempfile.TemporaryDirectory() as folder:
-        model = build(work.shape, torch.device("meta"), torch.bfloat16)
-        model.config.architectures = ["Qwen2ForCausalLM"]
-        model.config.save_pretrained(folder)
-        prompts, lengths, made = Prompts(work), work.lengths(), []
+        config = build(works[0].shape, torch.device("meta"), torch.bfloat16).config
+        config.architectures = ["Qwen2ForCausalLM"]
+        config.save_pretrained(folder)
+        made: list[Any] = []
 
         def construct() -> None:
             made.append(
@@ -49,51 +49,63 @@ def measure(work: Work, repeats: int, output: Path) -> None:
                     load_format="dummy",
                     dtype="bfloat16",
                     gpu_memory_utilization=0.5,
-                    max_model_len=work.prompt_tokens + work.new_tokens + 16,
+                    max_model_len=max(work.prompt_tokens + work.new_tokens for work in works) + 16,
                     max_num_seqs=256,
                 )
             )
-            once(2, None)
-
-        def once(limit: int | None, logprobs: int | None) -> None:
-            parameters = [
-                VLLMSampling(
-                    n=1 if work.drawn else work.n,
-                    temperature=1.0,
-                    max_tokens=limit or length,
-                    ignore_eos=True,
-                    logprobs=logprobs,
-                    detokenize=False,
-                )
-                for length in (lengths if work.drawn else lengths[:: work.n])
-            ]
-            inputs = [{"prompt_token_ids": row} for row in prompts() for _ in range(work.n if work.drawn else 1)]
-            made[0].generate(inputs, parameters, use_tqdm=False)
+            Run(made[0], works[0])(None, limit=2)
 
         first = timed(construct)
-        held = torch.cuda.memory_allocated()
-        speeds = {}
-        for name, logprobs in (("with log-probs", 0), ("without", None)):
-            seconds = [timed(lambda: once(None, logprobs)) for _ in range(repeats + 1)][1:]  # noqa: B023
-            median = statistics.median(seconds)
-            speeds[name] = Speed(median, sum(lengths) / median, first, None, held)
-        again = []
-        for _ in range(3):
-            made[0].reset_prefix_cache()
-            again.append(timed(lambda: once(2, 0)))
-        entries = {name: {**asdict(speed), "again": statistics.median(again)} for name, speed in speeds.items()}
-        output.write_text(json.dumps(entries))
+        entries: dict[str, dict[str, Any]] = {}
+        for work in works:
+            run = Run(made[0], work)
+            entries[work.name] = {}
+            for name, logprobs in (("without", None), ("with log-probs", 0)):
+                seconds = [timed(lambda: run(logprobs)) for _ in range(repeats + 1)][1:]  # noqa: B023
+                median = statistics.median(seconds)
+                made[0].reset_prefix_cache()
+                again = timed(lambda: run(logprobs, limit=2))  # noqa: B023
+                speed = Speed(median, sum(work.lengths()) / median, first, again, torch.cuda.memory_allocated())
+                entries[work.name][name] = asdict(speed)
+            output.write_text(json.dumps(entries))
+
+
+class Run:
+    """One piece of work on vLLM, with new prompts in each call."""
+
+    def __init__(self, llm: Any, work: Work) -> None:
+        self._llm, self._work, self._prompts = llm, work, Prompts(work)
+
+    def __call__(self, logprobs: int | None, limit: int | None = None) -> None:
+        """Generate, with ``limit`` tokens if that is given."""
+        from vllm import SamplingParams
+
+        work, lengths = self._work, self._work.lengths()
+        parameters = [
+            SamplingParams(
+                n=1 if work.drawn else work.n,
+                temperature=1.0,
+                max_tokens=limit or length,
+                ignore_eos=True,
+                logprobs=logprobs,
+                detokenize=False,
+            )
+            for length in (lengths if work.drawn else lengths[:: work.n])
+        ]
+        copies = work.n if work.drawn else 1
+        inputs = [{"prompt_token_ids": row} for row in self._prompts() for _ in range(copies)]
+        self._llm.generate(inputs, parameters, use_tqdm=False)
 
 
 def main() -> None:
-    """Measure one piece of work and write the speeds as JSON."""
+    """Measure and write the speeds as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=json.loads, required=True, help="fields of ``Work`` as JSON")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--works", type=json.loads, required=True, help="a list of the fields of ``Work``, as JSON")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each, after one that does not count")
+    parser.add_argument("--output", type=Path, required=True, help="the JSON file")
     options = parser.parse_args()
     os.environ.update(SETTINGS)
-    measure(Work(**options.work), options.repeats, options.output)
+    measure([Work(**work) for work in options.works], options.repeats, options.output)
 
 
 if __name__ == "__main__":

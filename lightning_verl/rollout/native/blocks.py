@@ -38,6 +38,8 @@ class BlockPool:
         Raises:
             RuntimeError: There are not so many; the caller asks ``free`` before.
         """
+        if not count:
+            return []
         if count > len(self._free):
             raise RuntimeError(f"BlockPool.take({count}): only {len(self._free)} of {self.size} blocks are free.")
         taken = [self._free.pop() for _ in range(count)]

@@ -76,7 +76,7 @@ class Group:
     """Samples that have not entered yet."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Chunk:
     """The tokens of one sample that a step computes."""
 
@@ -220,8 +220,12 @@ class Scheduler:
         burst = 1
         if self.limits.burst > 1 and all(request.pending == 1 for request in self._running):
             burst = min(self.limits.burst, max(map(self._left, self._running), default=1))
-            if sum(self._missing(request, burst) for request in self._running) > self.pool.free:
-                burst = 1
+            wanted = [self._missing(request, burst) for request in self._running]
+            if sum(wanted) <= self.pool.free:
+                for request, count in zip(self._running, wanted, strict=True):
+                    request.blocks += self.pool.take(count)
+                return burst
+            burst = 1
         place = 0
         while place < len(self._running):
             request = self._running[place]
@@ -232,8 +236,7 @@ class Scheduler:
                 self._step_back(self._running[-1], step)
                 if place == len(self._running):  # it was its own turn to go
                     return burst
-            if missing:
-                request.blocks += self.pool.take(missing)
+            request.blocks += self.pool.take(missing)
             place += 1
         return burst
 
