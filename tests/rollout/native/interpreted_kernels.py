@@ -1,0 +1,221 @@
+"""Runs the Triton kernels on the CPU, in Triton's interpreter, beside plain torch; prints what test_kernels.py asserts.
+
+A process of its own: the interpreter is chosen by TRITON_INTERPRET=1 when a kernel is defined.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_verl.rollout.native import kernels
+from lightning_verl.rollout.native.attention import PagedBatch, attending
+from lightning_verl.rollout.native.batch import _rows
+from lightning_verl.rollout.native.cache import as_bytes
+from lightning_verl.rollout.native.draw import draw_tokens
+from lightning_verl.rollout.native.scheduler import Chunk, Group, Request
+from lightning_verl.rollout.sampling import SamplingParams, sample_tokens
+
+CPU = torch.device("cpu")
+DECODE = [(5, 1), (40, 1), (16, 1), (0, 1), (15, 1), (31, 1)]
+PROMPTS = [(0, 33), (0, 16), (0, 1)]
+MIXED = [(0, 18), (40, 1), (16, 5), (33, 2), (5, 1)]
+
+
+@dataclass
+class Attention:
+    """One attention of sequences, each given by its tokens in the cache and its new ones."""
+
+    specs: list[tuple[int, int]]
+    heads: int = 4
+    kv_heads: int = 2
+    size: int = 16
+    window: int = 0
+    softcap: float = 0.0
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    stored: torch.dtype | None = None
+    programs: int = 1
+    """What fills the GPU: with more than there are tiles and heads, the walk over the blocks is split."""
+
+
+ATTENTIONS = {
+    "decode": Attention(DECODE),
+    "decode, split": Attention(DECODE, programs=48),
+    "decode, split more than there are blocks": Attention(DECODE, programs=400),
+    "prompts": Attention(PROMPTS),
+    "prompts, split": Attention(PROMPTS, programs=24),
+    "mixed": Attention(MIXED),
+    "mixed, split": Attention(MIXED, programs=40),
+    "nothing": Attention([]),
+    "as many key-value heads": Attention(MIXED, kv_heads=4),
+    "one key-value head of six": Attention(MIXED, heads=6, kv_heads=1),
+    "seven heads a key-value head": Attention(DECODE, heads=14, kv_heads=2, programs=48),
+    "head size 24": Attention(MIXED, size=24),
+    "head size 64": Attention(MIXED, size=64, programs=40),
+    "head size 80": Attention(DECODE, size=80),
+    "head size 256": Attention(DECODE, heads=2, kv_heads=1, size=256),
+    "window": Attention(MIXED, window=9),
+    "window, split": Attention([(70, 1), (60, 1), (3, 1)], window=9, programs=48),
+    "window of one token": Attention(MIXED, window=1),
+    "window of a block": Attention(MIXED, window=16, programs=40),
+    "window wider than all": Attention(MIXED, window=500),
+    "softcap": Attention(MIXED, softcap=2.0),
+    "softcap and window, split": Attention(MIXED, softcap=2.0, window=20, programs=40),
+    "blocks of 64": Attention([(100, 1), (0, 18), (63, 2)], block_size=64, programs=24),
+    "float16": Attention(MIXED, dtype=torch.float16, programs=40),
+    "cache of bfloat16": Attention(MIXED, stored=torch.bfloat16),
+    "cache of fp8": Attention(MIXED, stored=torch.float8_e4m3fn),
+}
+
+
+def chunks_of(specs: list[tuple[int, int]], block_size: int) -> list[Chunk]:
+    """Sequences whose blocks lie scattered in the cache."""
+    free = torch.randperm(63).add(1).tolist()
+    chunks = []
+    for cached, new in specs:
+        request = Request(0, 0, Group(list(range(cached + new))))
+        request.cached = cached
+        request.blocks = [free.pop() for _ in range(-(-(cached + new) // block_size))]
+        chunks.append(Chunk(request, cached, new, (request,)))
+    return chunks
+
+
+def attention(case: Attention) -> dict[str, Any]:
+    torch.manual_seed(0)
+    size, stored = case.block_size, case.stored or case.dtype
+    chunks = chunks_of(case.specs, size)
+    # What nobody has written is NaN: no result may depend on it.
+    cache = torch.full((1, 2, 64, case.kv_heads, size, case.size), math.nan).to(stored)
+    positions, blocks = [], []
+    for chunk in chunks:
+        for place in range(chunk.start):
+            content = torch.randn(2, case.kv_heads, case.size).to(stored)
+            as_bytes(cache)[0, :, chunk.request.blocks[place // size], :, place % size] = as_bytes(content)
+        for place in range(chunk.start, chunk.start + chunk.count):
+            positions.append(place)
+            blocks.append(chunk.request.blocks[place // size])
+    positions, blocks = positions or [0], blocks or [0]
+    at, count = torch.tensor(positions), len(positions)
+    query, key, value = (  # heads behind tokens in memory, as the projections leave them
+        torch.randn(1, count, heads, case.size).to(case.dtype).transpose(1, 2)
+        for heads in (case.heads, case.kv_heads, case.kv_heads)
+    )
+    if case.stored is not None:  # numbers that it holds exactly: the interpreter rounds towards zero
+        key, value = key.to(stored).to(case.dtype), value.to(stored).to(case.dtype)
+    own, other = cache.clone(), cache.clone()
+    batch = PagedBatch(own, torch.tensor(blocks), at % size, rows=tuple(_rows(chunks)))
+    layer = torch.tensor(0)
+    with attending(batch):
+        expected = torch.ops.lightning_verl.paged_attention(query, key, value, layer, 0.3, case.window, case.softcap)
+    kernels._PROGRAMS = case.programs
+    tiles = kernels.tiles_of(chunks, size, CPU)
+    result = kernels.attend_on_gpu(
+        query[0], key[0], value[0], *other[0],
+        PagedBatch(other, torch.tensor(blocks), at % size, tiles=tiles), 0.3, case.window, case.softcap,
+    )  # fmt: skip
+    return {
+        "split": case.programs >= 2 * len(tiles.sequences) * case.kv_heads,
+        "difference": float((result.float() - expected.float()).abs().max()),
+        "largest": float(expected.abs().max()),
+        "same cache": torch.equal(own.view(torch.uint8), other.view(torch.uint8)),
+        "shape": list(result.shape) == list(expected.shape),
+    }
+
+
+def unusual_strides() -> float:
+    """Inputs whose numbers of a head do not lie side by side."""
+    torch.manual_seed(1)
+    chunks = chunks_of([(0, 5)], 16)
+    cache = torch.zeros(1, 2, 64, 2, 16, 16)
+    other = cache.clone()
+    query, key, value = (torch.randn(1, heads, 16, 5).transpose(2, 3) for heads in (4, 2, 2))
+    places = (torch.full((5,), chunks[0].request.blocks[0]), torch.arange(5))
+    with attending(PagedBatch(cache, *places, rows=tuple(_rows(chunks)))):
+        expected = torch.ops.lightning_verl.paged_attention(query, key, value, torch.tensor(0), 0.3, 0, 0.0)
+    batch = PagedBatch(other, *places, tiles=kernels.tiles_of(chunks, 16, CPU))
+    result = kernels.attend_on_gpu(query[0], key[0], value[0], *other[0], batch, 0.3, 0, 0.0)
+    return float((result - expected).abs().max())
+
+
+def draws() -> Iterator[tuple[str, Tensor, SamplingParams, Tensor]]:
+    """Logits, how to sample, and uniform numbers."""
+    torch.manual_seed(2)
+    edges = torch.tensor([0.0, 1 - 2.0**-53, 0.5, 1e-9, 1 - 1e-9], dtype=torch.float64)
+    for vocabulary in (5, 9001):
+        logits = torch.randn(8, vocabulary) * 3
+        uniform = torch.cat([edges, torch.rand(3, dtype=torch.float64)])
+        for temperature in (1.0, 0.7, 1e-40):
+            params = SamplingParams(temperature=temperature)
+            yield f"{vocabulary} tokens at {temperature}", logits, params, uniform
+        yield f"{vocabulary} tokens in bfloat16", logits.bfloat16(), SamplingParams(), uniform
+        wide = torch.randn(8, vocabulary + 7)
+        yield f"{vocabulary} tokens of longer rows", wide[:, :vocabulary], SamplingParams(), uniform
+        yield f"{vocabulary} tokens, far from zero", logits + 3e4, SamplingParams(), uniform
+        forbidden = logits.clone()
+        forbidden[:, ::3] = -torch.inf
+        forbidden[:, 4096:] = -torch.inf  # a whole part of the vocabulary
+        forbidden[0, :4096] = -torch.inf
+        forbidden[0, -1] = 1.0  # and all but one token
+        yield f"{vocabulary} tokens with forbidden ones", forbidden, SamplingParams(temperature=0.7), uniform
+        for change in ({"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"temperature": 0.0}):
+            yield f"{vocabulary} tokens, {change}", logits, SamplingParams(**change), uniform
+
+
+def draw(logits: Tensor, params: SamplingParams, uniform: Tensor) -> dict[str, Any]:
+    before = logits.clone()
+    (expected, expected_logprobs), (tokens, logprobs) = (
+        function(logits, params, uniform) for function in (sample_tokens, draw_tokens)
+    )
+    return {
+        "equal": torch.equal(tokens, expected),
+        "difference": float((logprobs - expected_logprobs).abs().max()),
+        "types": [str(tokens.dtype), str(logprobs.dtype)],
+        "finite": bool(logprobs.isfinite().all()),
+        "untouched": torch.equal(logits, before),
+    }
+
+
+def broken_draw() -> dict[str, Any]:
+    """A row of NaN among others."""
+    torch.manual_seed(3)
+    logits, uniform = torch.randn(3, 5000), torch.rand(3, dtype=torch.float64)
+    expected, _ = sample_tokens(logits, SamplingParams(), uniform)
+    logits[1] = torch.nan
+    tokens, logprobs = draw_tokens(logits, SamplingParams(), uniform)
+    return {
+        "others": tokens[[0, 2]].tolist() == expected[[0, 2]].tolist(),
+        "inside": bool(((tokens >= 0) & (tokens < 5000)).all()),
+        "nan": logprobs.isnan().tolist(),
+    }
+
+
+def tiles() -> dict[str, Any]:
+    """How a step of a prompt of 20 tokens, 18 of them new, and a token that decodes is divided."""
+    chunks = chunks_of([(2, 18), (16, 1)], 16)
+    both = kernels.tiles_of(chunks, 16, CPU)
+    decode = kernels.tiles_of(chunks[1:], 16, CPU)
+    return {
+        "both": [values.tolist() for values in (both.lengths, both.starts, both.counts, both.sequences, both.firsts)],
+        "tables": both.tables.tolist() == [chunk.request.blocks for chunk in chunks],
+        "queries": [both.queries, decode.queries],
+        "decode": [decode.sequences.tolist(), decode.firsts.tolist()],
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    facts = {
+        "attention": {name: attention(case) for name, case in ATTENTIONS.items()},
+        "strides": unusual_strides(),
+        "draw": {name: draw(*case) for name, *case in draws()},
+        "broken draw": broken_draw(),
+        "tiles": tiles(),
+    }
+    print(json.dumps(facts))
