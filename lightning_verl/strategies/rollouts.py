@@ -150,7 +150,7 @@ class Rollouts:
             if self._offload is not None:
                 self._offload.free()
             if needs_weights and self._engine is not None:
-                engine.tensor_group = self._strategy.group("rollout", "tensor")
+                engine.tensor_lines = self._strategy.layout("rollout").lines("tensor")
                 engine.load_weights(self._engine.whole_weights(), version)
                 held.close()  # the engine has a copy: ours need not wait for the end of the rollout
             else:

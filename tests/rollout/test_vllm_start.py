@@ -6,6 +6,7 @@ import os
 import random
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -172,16 +173,19 @@ def test_the_end_of_vllm_spares_a_process_group_that_was_there(monkeypatch: pyte
     assert destroyed == ["vllm's", "all"]
 
 
-@pytest.mark.parametrize(("ranks", "fits"), [([0, 1], True), ([3, 2], True), ([0, 2], False), ([1, 2], False)])
-def test_tensor_groups_must_be_those_that_vllm_makes(
-    fake: FakeVLLM, monkeypatch: pytest.MonkeyPatch, ranks: list[int], fits: bool
-) -> None:
+def test_vllm_divides_the_model_over_the_lines_of_the_layout(fake: FakeVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
-    engine.tensor_group = "group"  # type: ignore[assignment]
-    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: ranks)
-    if fits:
-        engine.load_weights(weights(), version=0)
-        assert fake.arguments["tensor_parallel_size"] == 2
-    else:
-        with pytest.raises(ValueError, match=rf"tensor group is of ranks \[{ranks[0]}, {ranks[1]}\]"):
-            engine.load_weights(weights(), version=0)
+    engine.tensor_lines = [[2, 0], [1, 3]]
+    engine.load_weights(weights(), version=0)
+    assert fake.arguments["tensor_parallel_size"] == 2
+    assert fake.arguments["kv_cache_memory_bytes"] == 256 * (128 + 128) * 256  # half the heads, 256 sequences
+
+
+def test_groups_are_made_of_the_ranks_in_the_given_order() -> None:
+    made: list[Any] = []
+    original = lambda ranks, *arguments, **options: made.append((ranks, arguments, options))  # noqa: E731
+    state = SimpleNamespace(init_model_parallel_group=original)
+    with process.groups_of_ranks(state, [0, 2, 1, 3]):
+        state.init_model_parallel_group([[0, 1], [2, 3]], 0, "gloo", group_name="tp")
+    assert made == [([[0, 2], [1, 3]], (0, "gloo"), {"group_name": "tp"})]
+    assert state.init_model_parallel_group is original

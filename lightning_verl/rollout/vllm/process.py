@@ -11,7 +11,7 @@ import os
 import random
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,27 @@ def own_shared_memory() -> Iterator[None]:
         executor._distributed_args = original
         for path in Path("/dev/shm").glob(f"{name[0]}-*"):  # noqa: S108 - where Linux has it
             path.unlink(missing_ok=True)
+
+
+@contextmanager
+def groups_of_ranks(parallel_state: Any, order: Sequence[int]) -> Iterator[None]:
+    """Let vLLM make its groups of other ranks than those that follow each other.
+
+    Args:
+        parallel_state: The module ``vllm.distributed.parallel_state``.
+        order: Rank ``order[i]`` takes the place that rank i has in vLLM's groups.
+    """
+    original = parallel_state.init_model_parallel_group
+
+    def of_other_ranks(group_ranks: Sequence[Sequence[int]], *arguments: Any, **options: Any) -> Any:
+        placed = [[order[rank] for rank in ranks] for ranks in group_ranks]
+        return original(placed, *arguments, **options)
+
+    parallel_state.init_model_parallel_group = of_other_ranks
+    try:
+        yield
+    finally:
+        parallel_state.init_model_parallel_group = original
 
 
 def spare_process_group(parallel_state: Any) -> None:
