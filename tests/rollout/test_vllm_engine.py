@@ -190,6 +190,15 @@ def test_sleep_of_level_2_wants_weights_again(fake: FakeVLLM, monkeypatch: pytes
     assert fake.calls == [("sleep", 2), ("wake", "weights"), *PATHS[True]]
 
 
+def test_a_rollout_without_generate_sleeps_again(fake: FakeVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = sleepy_engine(monkeypatch, level=1, freed=900)
+    for _ in range(2):
+        engine.release()
+        engine.load_weights([], version=0)
+    turn = [("sleep", 1), ("wake", "weights"), "reset"]
+    assert fake.calls == [*turn, ("wake", "kv_cache"), *turn]
+
+
 def test_memory_that_sleep_did_not_free_is_told(fake: FakeVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = sleepy_engine(monkeypatch, level=1, freed=400)  # of a cache of 1000 bytes
     with pytest.warns(UserWarning, match="sleeping freed 0.00 GiB, but the key-value cache alone"):

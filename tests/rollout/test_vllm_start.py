@@ -148,13 +148,19 @@ def test_starting_leaves_the_process_as_it_was(fake: FakeVLLM) -> None:
 
 
 def test_a_variable_of_the_user_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
-    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    with process.vllm_environment():
-        assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
-        assert os.environ["VLLM_PLUGINS"] == ""
-        assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-    assert "VLLM_PLUGINS" not in os.environ
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    for level in ("DEBUG", None):
+        if level is None:
+            monkeypatch.delenv("VLLM_LOGGING_LEVEL")
+        else:
+            monkeypatch.setenv("VLLM_LOGGING_LEVEL", level)
+        with process.vllm_environment():
+            assert os.environ["VLLM_LOGGING_LEVEL"] == (level or "ERROR")
+            assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"  # the engine must run in this process
+            del os.environ["HOME"]
+        assert os.environ.get("VLLM_LOGGING_LEVEL") == level
+        assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+        assert "HOME" in os.environ
 
 
 def test_the_end_of_vllm_spares_a_process_group_that_was_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,8 +151,10 @@ class VLLMEngine:
     def release(self) -> None:
         """Let vLLM sleep, which frees its memory on CUDA as ``VLLMOptions.sleep_level`` says. No-op on the CPU."""
         level = self.options.sleep_level
-        if self._vllm is None or self._asleep or level == 0 or self._device.type == "cpu":
+        sleeps = self._asleep == {"weights", "kv_cache"}
+        if self._vllm is None or sleeps or level == 0 or self._device.type == "cpu":
             return
+        self._wake("kv_cache")  # nothing was generated since the weights came: vLLM cannot sleep by halves
         before, _ = torch.cuda.mem_get_info(self._device)
         self._vllm.sleep(level)
         self._asleep = {"weights", "kv_cache"}

@@ -27,12 +27,8 @@ _VARIABLES = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
-_DEFAULTS = {
-    "HF_HUB_OFFLINE": "1",  # the model is a folder with a config, there is nothing to look up
-    "VLLM_PLUGINS": "",
-    "VLLM_LOGGING_LEVEL": "ERROR",  # each weight update warns of layers that have no weights
-}
-"""Set where the user has not."""
+_LOGGING = ("VLLM_LOGGING_LEVEL", "ERROR")
+"""Set where the user has not: each weight update warns of layers that have no weights."""
 
 
 @contextmanager
@@ -40,13 +36,13 @@ def vllm_environment() -> Iterator[None]:
     """Set the variables that vLLM is imported and started with, and put the environment back as it was."""
     before = dict(os.environ)
     os.environ.update(_VARIABLES)
-    for name, value in _DEFAULTS.items():
-        os.environ.setdefault(name, value)
+    os.environ.setdefault(*_LOGGING)
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ.update(before)
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
 
 
 def check_vllm() -> None:
