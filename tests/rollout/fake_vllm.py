@@ -18,6 +18,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_verl.rollout.base import Rollouts
+from lightning_verl.rollout.sampling import SamplingParams
+from lightning_verl.rollout.vllm import VLLMEngine
+from lightning_verl.testing import tiny_model
+
+ONE = SamplingParams(max_new_tokens=1)
+
 
 @dataclass
 class FakeVLLM:
@@ -272,3 +279,26 @@ def install(monkeypatch: pytest.MonkeyPatch, **told: Any) -> FakeVLLM:
         vars(module).update(attributes)
         monkeypatch.setitem(sys.modules, name, module)
     return fake
+
+
+def make_engine(**changes: Any) -> VLLMEngine:
+    """An engine that has not started."""
+    return VLLMEngine(tiny_model("qwen2"), **{"pad_token_id": 0, "eos_token_ids": [2], **changes})
+
+
+def weights(value: float = 1.0, names: tuple[str, ...] = ("a.weight", "b.weight")) -> list[tuple[str, Tensor]]:
+    """Weights of one value."""
+    return [(name, torch.full((2, 3), value)) for name in names]
+
+
+def loaded_engine(**changes: Any) -> VLLMEngine:
+    """An engine with weights of version 0."""
+    engine = make_engine(**changes)
+    engine.load_weights(weights(), version=0)
+    return engine
+
+
+def responses(rollouts: Rollouts) -> list[list[int]]:
+    """The tokens of each response, without padding."""
+    rows = zip(rollouts.response_ids.tolist(), rollouts.lengths.tolist(), strict=True)
+    return [row[:length] for row, length in rows]

@@ -99,12 +99,14 @@ def generate_with_every_family() -> dict[str, Any]:
         if family == "llama":
             found |= interrupts(engine)
         engine.close()
+    found["stopped"] = stop_at_strings()
     found["threads"] = torch.set_num_threads is setter, torch.get_num_threads()
     found["random"] = states[0] == random.getstate(), torch.equal(states[1], torch.get_rng_state())
     found["environment"] = {
         name for name in environment.keys() | os.environ.keys() if environment.get(name) != os.environ.get(name)
     }
     found["process group"] = dist.is_initialized()
+    found["adapters"] = roll_out_adapters()
     return found
 
 
@@ -250,7 +252,7 @@ def stop_at_strings() -> tuple[list[list[int]], list[FinishReason], list[list[in
 
 
 def test_a_stop_string_ends_a_response_at_the_completing_token() -> None:
-    stopped, reasons, free = run_ranks(stop_at_strings, 1, timeout=200)[0]
+    stopped, reasons, free = results()["stopped"]
     assert stopped[2] == free[2][:6]
     assert reasons[2] is FinishReason.STOP_STRING
     for row, response in enumerate(stopped):
@@ -284,11 +286,11 @@ def roll_out_and_train(tensor: int, mesh: tuple[int, int, int, int], tied: bool)
 
 @pytest.mark.parametrize(
     ("tensor", "mesh", "tied"),
-    [(2, (2, 1, 1, 1), True), (1, (2, 1, 1, 1), False)],
-    ids=["two tensor ranks", "two replicas"],
+    [(2, (2, 1, 1, 1), True), (1, (2, 1, 1, 1), False), (2, (4, 1, 1, 1), False)],
+    ids=["two tensor ranks", "two copies", "two copies of two tensor ranks, 0 2 and 1 3"],
 )
-def test_two_ranks_generate_as_one(tensor: int, mesh: tuple[int, int, int, int], tied: bool) -> None:
-    ranks = run_ranks(roll_out_and_train, 2, tensor, mesh, tied, timeout=200)
+def test_several_ranks_generate_as_one(tensor: int, mesh: tuple[int, int, int, int], tied: bool) -> None:
+    ranks = run_ranks(roll_out_and_train, mesh[0], tensor, mesh, tied, timeout=200)
     model = make_model("qwen3", tie_word_embeddings=tied)
     for version in (0, 1):
         expected = reference(model, PROMPTS, GREEDY)
@@ -333,7 +335,7 @@ def roll_out_adapters() -> dict[str, Any]:
 
 
 def test_adapters_reach_vllm_merged_and_beside_the_weights() -> None:
-    found = run_ranks(roll_out_adapters, 1, timeout=200)[0]
+    found = results()["adapters"]
     for name, (rollouts, expected, same) in found.items():
         assert responses(rollouts) == responses(expected), name
         torch.testing.assert_close(rollouts.logprobs, expected.logprobs, atol=1e-5, rtol=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +26,7 @@ from lightning_verl.rollout.vllm.adapter import adapter_arguments, push_adapter,
 from lightning_verl.rollout.vllm.options import VLLMOptions, cache_bytes, engine_arguments, longest_sequence
 from lightning_verl.rollout.vllm.process import (
     check_vllm,
+    groups_of_ranks,
     own_shared_memory,
     process_kept,
     spare_process_group,
@@ -43,8 +44,8 @@ class VLLMEngine:
 
     vLLM holds weights of its own. It starts at the first ``load_weights``, in the dtype of the weights that come, with
     a model of random weights; then and at every later version the weights are handed over whole, and its prefix cache
-    is emptied. With several processes it runs under vLLM's ``external_launcher``: ``tensor_group`` divides the model,
-    other processes generate by themselves. All ranks of the tensor group must be given the same prompts.
+    is emptied. With several processes it runs under vLLM's ``external_launcher``: the ranks of each of ``tensor_lines``
+    divide the model, and must be given the same prompts; the lines generate by themselves.
 
     Prompts go in as token ids and responses come out as such; vLLM has no tokenizer. Stop strings are looked for by
     the same rule as in the other engines, after each token.
@@ -80,8 +81,8 @@ class VLLMEngine:
         self.eos_token_ids = tuple(eos_token_ids)
         self.tokenizer = tokenizer
         self.step_group: dist.ProcessGroup | None = None
-        self.tensor_group: dist.ProcessGroup | None = None
-        """The ranks that divide the model; None: each rank holds it whole. Read when vLLM starts."""
+        self.tensor_lines: Sequence[Sequence[int]] | None = None
+        """World ranks that divide the model, one list for each copy, together all; None: each rank holds it whole."""
         self.weight_version = 0
         self._longest = longest_sequence(model.config, self.options)
         self._vllm: Any = None
@@ -151,8 +152,10 @@ class VLLMEngine:
     def release(self) -> None:
         """Let vLLM sleep, which frees its memory on CUDA as ``VLLMOptions.sleep_level`` says. No-op on the CPU."""
         level = self.options.sleep_level
-        if self._vllm is None or self._asleep or level == 0 or self._device.type == "cpu":
+        sleeps = self._asleep == {"weights", "kv_cache"}
+        if self._vllm is None or sleeps or level == 0 or self._device.type == "cpu":
             return
+        self._wake("kv_cache")  # nothing was generated since the weights came: vLLM cannot sleep by halves
         before, _ = torch.cuda.mem_get_info(self._device)
         self._vllm.sleep(level)
         self._asleep = {"weights", "kv_cache"}
@@ -206,7 +209,7 @@ class VLLMEngine:
             config = deepcopy(self.model.config)
             config.architectures = [type(self.model).__name__]
             config.save_pretrained(folder)
-            ranks = self._tensor_ranks()
+            ranks = len(self.tensor_lines[0]) if self.tensor_lines else 1
             arguments = engine_arguments(folder, config, self.options, first.dtype, first.device)
             arguments["kv_cache_memory_bytes"] = cache_bytes(config, self.options, first.dtype, ranks)
             arguments["tensor_parallel_size"] = ranks
@@ -218,28 +221,16 @@ class VLLMEngine:
                 arguments.update(adapter_arguments(adapter))
             elif transfer is not None:
                 arguments["weight_transfer_config"] = transfer
-            several = dist.is_initialized() and dist.get_world_size() > 1
-            if several:
-                arguments["distributed_executor_backend"] = "external_launcher"
-            with own_shared_memory() if several else nullcontext():
+            with ExitStack() as several:
+                if dist.is_initialized() and dist.get_world_size() > 1:
+                    arguments["distributed_executor_backend"] = "external_launcher"
+                    several.enter_context(own_shared_memory())
+                    # Ascending in a line, because torch 2.11 sorts the ranks of a group; whole weights fit any order.
+                    order = [rank for line in self.tensor_lines or () for rank in sorted(line)]
+                    if order:
+                        several.enter_context(groups_of_ranks(parallel_state, order))
                 self._vllm = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self._device, self._with_transfer = first.device, transfer is not None
-
-    def _tensor_ranks(self) -> int:
-        """How many ranks divide the model.
-
-        Raises:
-            ValueError: vLLM would make its tensor groups of other ranks than ours.
-        """
-        if self.tensor_group is None:
-            return 1
-        ranks = sorted(dist.get_process_group_ranks(self.tensor_group))
-        if ranks != list(range(ranks[0], ranks[0] + len(ranks))) or ranks[0] % len(ranks):
-            raise ValueError(
-                f"VLLMEngine: the tensor group is of ranks {ranks}, but vLLM divides a model over {len(ranks)} ranks "
-                f"that follow each other from a multiple of {len(ranks)}. Change the mesh or rollout_tp."
-            )
-        return len(ranks)
 
     # ---- generation --------------------------------------------------------------------------------------------------
 

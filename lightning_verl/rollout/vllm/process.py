@@ -11,7 +11,7 @@ import os
 import random
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,8 @@ _VARIABLES = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
-_DEFAULTS = {
-    "HF_HUB_OFFLINE": "1",  # the model is a folder with a config, there is nothing to look up
-    "VLLM_PLUGINS": "",
-    "VLLM_LOGGING_LEVEL": "ERROR",  # each weight update warns of layers that have no weights
-}
-"""Set where the user has not."""
+_LOGGING = ("VLLM_LOGGING_LEVEL", "ERROR")
+"""Set where the user has not: each weight update warns of layers that have no weights."""
 
 
 @contextmanager
@@ -40,13 +36,13 @@ def vllm_environment() -> Iterator[None]:
     """Set the variables that vLLM is imported and started with, and put the environment back as it was."""
     before = dict(os.environ)
     os.environ.update(_VARIABLES)
-    for name, value in _DEFAULTS.items():
-        os.environ.setdefault(name, value)
+    os.environ.setdefault(*_LOGGING)
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ.update(before)
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
 
 
 def check_vllm() -> None:
@@ -114,6 +110,27 @@ def own_shared_memory() -> Iterator[None]:
         executor._distributed_args = original
         for path in Path("/dev/shm").glob(f"{name[0]}-*"):  # noqa: S108 - where Linux has it
             path.unlink(missing_ok=True)
+
+
+@contextmanager
+def groups_of_ranks(parallel_state: Any, order: Sequence[int]) -> Iterator[None]:
+    """Let vLLM make its groups of other ranks than those that follow each other.
+
+    Args:
+        parallel_state: The module ``vllm.distributed.parallel_state``.
+        order: Rank ``order[i]`` takes the place that rank i has in vLLM's groups.
+    """
+    original = parallel_state.init_model_parallel_group
+
+    def of_other_ranks(group_ranks: Sequence[Sequence[int]], *arguments: Any, **options: Any) -> Any:
+        placed = [[order[rank] for rank in ranks] for ranks in group_ranks]
+        return original(placed, *arguments, **options)
+
+    parallel_state.init_model_parallel_group = of_other_ranks
+    try:
+        yield
+    finally:
+        parallel_state.init_model_parallel_group = original
 
 
 def spare_process_group(parallel_state: Any) -> None:
