@@ -6,31 +6,17 @@ import itertools
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_verl.resharding.planner import Region, TensorPlan, Transfer, local_shape, local_slices, split, volume
-
-BUCKET_BYTES = 256 * 2**20
-"""Most bytes that one bucket sends and receives on a rank, taken together."""
-
-
-@dataclass(frozen=True)
-class Move:
-    """One tensor on its way: where to, and as what."""
-
-    plan: TensorPlan
-    """Its transfers."""
-    dtype: torch.dtype
-    """What it is cast to, before it travels."""
-    may_alias: bool = True
-    """Whether the result may be the source tensor itself, where a rank wants just what it holds in this dtype."""
+from lightning_verl.resharding.buckets import BUCKET_BYTES, Bucket, Move, Slices, make_buckets, rectangles
+from lightning_verl.resharding.link import measure_link
+from lightning_verl.resharding.planner import local_shape, volume
 
 
 @dataclass(frozen=True)
@@ -58,7 +44,10 @@ class ReshardReport:
     aliased_bytes: int
     """What needed neither: the result is the source tensor."""
     buffer_bytes: int
-    """Memory of the buckets, in use only meanwhile."""
+    """Memory of the buckets, in use only meanwhile: for what cannot travel from source to result as it lies there."""
+    link_bytes_per_second: float | None
+    """What a bare exchange between the same ranks brought this one, measured before the first resharding; None where
+    nothing comes from others."""
     groups: tuple[GroupTraffic, ...]
     """By kind of parameter, what travels; it is the same at every resharding."""
 
@@ -67,23 +56,10 @@ class ReshardReport:
         """Received bytes a second, 0 without any."""
         return self.received_bytes / self.seconds if self.received_bytes else 0.0
 
-
-@dataclass(frozen=True)
-class _Part:
-    """A rectangle of a local tensor that is sent or received."""
-
-    name: str
-    slices: tuple[slice, ...]
-
-    @cached_property
-    def shape(self) -> tuple[int, ...]:
-        """Of the rectangle."""
-        return tuple(part.stop - part.start for part in self.slices)
-
-    @cached_property
-    def elements(self) -> int:
-        """In the rectangle."""
-        return math.prod(self.shape)
+    @property
+    def link_share(self) -> float | None:
+        """``bytes_per_second`` as a share of the bare exchange's; None where there is none to compare with."""
+        return None if self.link_bytes_per_second is None else self.bytes_per_second / self.link_bytes_per_second
 
 
 @dataclass(frozen=True)
@@ -92,57 +68,107 @@ class _Want:
 
     name: str
     dtype: torch.dtype
-    shape: tuple[int, ...] | None
-    """Of its result; None where it wants nothing."""
+    shape: tuple[int, ...]
+    """Of its result."""
     in_place: bool
     """Whether it holds just that already."""
-    own: tuple[tuple[tuple[slice, ...], tuple[slice, ...]], ...]
+    own: tuple[tuple[Slices, Slices], ...]
     """What it copies to itself: rectangles of its source tensor and of its result."""
-
-    @classmethod
-    def of(cls, name: str, move: Move, rank: int) -> _Want:
-        """Read it from a plan."""
-        held, need = move.plan.held(rank), move.plan.needed(rank)
-        regions = [transfer.region for transfer in move.plan.receives(rank) if transfer.source == rank]
-        pairs = (zip(_rectangles(region, held), _rectangles(region, need), strict=True) for region in regions)
-        shape = local_shape(need) if need else None
-        return cls(
-            name, move.dtype, shape, move.may_alias and held == need, tuple(itertools.chain.from_iterable(pairs))
-        )
-
-
-@dataclass(frozen=True)
-class _Bucket:
-    """One exchange, seen from this rank: what it packs, rank after rank, and what it unpacks."""
-
-    dtype: torch.dtype
-    sends: tuple[_Part, ...]
-    receives: tuple[_Part, ...]
-    send_sizes: tuple[int, ...]
-    """Elements that go to each rank of the group."""
-    receive_sizes: tuple[int, ...]
-    """Elements that come from each rank of the group."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both buffers."""
-        return (sum(self.send_sizes) + sum(self.receive_sizes)) * self.dtype.itemsize
+        """Of its result."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, name: str, move: Move, rank: int) -> _Want:
+        """Read it from the plan of a tensor that the rank wants a part of."""
+        held, need = move.plan.held(rank), move.plan.needed(rank)
+        regions = [transfer.region for transfer in move.plan.receives(rank) if transfer.source == rank]
+        pairs = (zip(rectangles(region, held), rectangles(region, need), strict=True) for region in regions)
+        own = tuple(itertools.chain.from_iterable(pairs))
+        return cls(name, move.dtype, local_shape(need), move.may_alias and held == need, own)
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A share of one tensor's transfers: each of them is divided by ``count``, and this is number ``index``."""
+class _Exchange:
+    """A bucket, bound to the tensors that this rank sends it from.
 
-    name: str
-    count: int
-    index: int
+    Args:
+        bucket: The bucket.
+        tensors: The source tensors.
+        fresh: What this rank wants and does not hold; what the bucket receives of it is taken out.
+    """
+
+    def __init__(self, bucket: Bucket, tensors: Mapping[str, Tensor], fresh: dict[str, _Want]) -> None:
+        self.bucket = bucket
+        self.sent: list[Tensor | None] = []
+        """For each message what is sent as it lies in the source; None where it is packed or cast."""
+        self.packed: list[Tensor] = []
+        """All that is packed, part after part."""
+        self.packed_sizes: list[int] = []
+        """Elements of each message that is packed."""
+        for message in bucket.sends:
+            views = [tensors[part.name][part.slices] for part in message.parts]
+            as_it_lies = len(views) == 1 and views[0].is_contiguous() and views[0].dtype == bucket.dtype
+            self.sent.append(views[0] if as_it_lies else None)
+            if not as_it_lies:
+                self.packed += views
+                self.packed_sizes.append(message.elements)
+        scattered = [message for message in bucket.receives if not message.contiguous]
+        self.unpacked = [part for message in scattered for part in message.parts]
+        """All that does not lie in a result as it arrives, part after part."""
+        self.unpacked_sizes = [message.elements for message in scattered]
+        """Elements of each message that is unpacked."""
+        names = dict.fromkeys(part.name for message in bucket.receives for part in message.parts)
+        self.opened = [fresh.pop(name) for name in names if name in fresh]
+        """The results that get their first part here."""
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory for what is packed and unpacked."""
+        return (sum(self.packed_sizes) + sum(self.unpacked_sizes)) * self.bucket.dtype.itemsize
+
+
+class _Binding:
+    """What follows from the tensors that are moved, but not from their values: the next time they are the same.
+
+    Args:
+        buckets: What is exchanged.
+        wants: What this rank wants.
+        tensors: The source tensors.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], wants: Iterable[_Want], tensors: Mapping[str, Tensor]) -> None:
+        self._sources = _identities(tensors)
+        tensors = {name: tensor if tensor.dim() else tensor.view(1) for name, tensor in tensors.items()}
+        self.kept: dict[str, Tensor] = {}
+        """The results that are the source tensors themselves."""
+        fresh: dict[str, _Want] = {}
+        for want in wants:
+            if want.in_place and tensors[want.name].dtype == want.dtype:
+                self.kept[want.name] = tensors[want.name]
+            else:
+                fresh[want.name] = want
+        self.made_bytes = sum(want.nbytes for want in fresh.values())
+        self.own_targets = [(want.name, target) for want in fresh.values() for _, target in want.own]
+        self.own_sources = [tensors[want.name][source] for want in fresh.values() for source, _ in want.own]
+        self.exchanges = [_Exchange(bucket, tensors, fresh) for bucket in buckets]
+        self.opened = list(fresh.values())
+        """The results that nothing is received for."""
+        self.slot_bytes = max((exchange.buffer_bytes for exchange in self.exchanges), default=0)
+
+    def fits(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether these are the same tensors, in the same memory."""
+        return self._sources == _identities(tensors)
 
 
 class Resharder:
     """Moves a set of tensors by their plans, again and again.
 
-    Everything that does not depend on the tensors' values is derived once. Two buckets are in flight on CUDA: while
-    one is exchanged, the next is packed and the one before is unpacked. The exchange is ``all_to_all_single``.
+    Everything that does not depend on the tensors' values is derived once. A bucket is exchanged point to point, in
+    one group of messages. A large part is sent from where it lies, if it has no gaps there and its dtype is the one
+    that travels, and received where it belongs, if it has no gaps there; else it goes through a buffer. Two buckets are
+    in flight on CUDA: while one is exchanged, the next is packed and the one before is unpacked.
 
     Args:
         moves: By name. The same on every rank, in the same order.
@@ -158,20 +184,20 @@ class Resharder:
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"Resharder got bucket_bytes={bucket_bytes}; a bucket holds at least one byte.")
-        self._moves = dict(moves)
         self._group = group
-        self._rank = dist.get_rank() if group is not None else 0
-        ranks = dist.get_process_group_ranks(group) if group is not None else [0]
-        self._buckets = [
-            _bucket([(piece, self._moves[piece.name]) for piece in pieces], ranks, self._rank)
-            for pieces in _fill_buckets(self._moves, bucket_bytes)
-        ]
-        self._wants = [_Want.of(name, move, self._rank) for name, move in self._moves.items()]
-        self._kinds = tuple(_traffic(self._moves, self._rank))
-        self._received = sum(group.received_bytes for group in self._kinds)
+        rank = dist.get_rank() if group is not None else 0
+        self._buckets = make_buckets(moves, rank, bucket_bytes)
+        self._wants = [_Want.of(name, move, rank) for name, move in moves.items() if move.plan.needed(rank)]
+        self._scalars = [want.name for want in self._wants if not moves[want.name].plan.shape]
+        self._kinds = tuple(_traffic(moves, rank))
+        self._received = sum(kind.received_bytes for kind in self._kinds)
+        self._binding: _Binding | None = None
+        self._link: float | None = None
 
     def run(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], ReshardReport]:
         """Move tensors (a collective call).
+
+        Views of them are kept for the next time, as long as they are the same.
 
         Args:
             tensors: This rank's parts at the source, by name; one of a grid that this rank is not in may be missing.
@@ -179,69 +205,57 @@ class Resharder:
         Returns:
             This rank's parts at the target, by name, and what it cost.
         """
-        started = time.perf_counter()
-        tensors = {name: tensor if tensor.dim() else tensor.view(1) for name, tensor in tensors.items()}
         device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
-        results, fresh = self._allocate(tensors, device)
-        size = max((bucket.nbytes for bucket in self._buckets), default=0)
-        slots = [_Slot(size, device) for _ in self._buckets[:2]]
+        if self._binding is None and self._group is not None:
+            self._link = measure_link(self._buckets, self._group, device)
+        started = time.perf_counter()
+        if self._binding is None or not self._binding.fits(tensors):
+            self._binding = _Binding(self._buckets, self._wants, tensors)
+        binding = self._binding
+        results = dict(binding.kept)
+        slots = [_Slot(binding.slot_bytes, device) for _ in self._buckets[:2]]
         lanes = _Lanes(device)
-        for number, bucket in enumerate(self._buckets):
+        for number, exchange in enumerate(binding.exchanges):
             slot = slots[number % 2]
+            _open(exchange.opened, results, device)
             with lanes.packing(slot):
-                self._exchange(bucket, tensors, slot)
+                self._start(exchange, slot, results)
             with lanes.unpacking(slot):
-                _unpack(bucket, slot, results)
-        _copy(
-            [results[want.name][target] for want in fresh for _, target in want.own],
-            [tensors[want.name][source] for want in fresh for source, _ in want.own],
-        )
+                targets = [results[part.name][part.slices] for part in exchange.unpacked]
+                _copy(targets, _rooms(slot.received(exchange), [target.shape for target in targets]))
+        _open(binding.opened, results, device)
+        _copy([results[name][slices] for name, slices in binding.own_targets], binding.own_sources)
         lanes.join()
-        report = self._report(started, results, fresh, sum(slot.buffer.nbytes for slot in slots))
-        scalars = {name: results[name].view(()) for name in results if not self._moves[name].plan.shape}
-        return {**results, **scalars}, report
-
-    def _allocate(self, tensors: Mapping[str, Tensor], device: torch.device) -> tuple[dict[str, Tensor], list[_Want]]:
-        """The results, and which of them are not the source tensors themselves."""
-        results: dict[str, Tensor] = {}
-        fresh: list[_Want] = []
-        for want in self._wants:
-            source = tensors.get(want.name)
-            if want.in_place and source is not None and source.dtype == want.dtype:
-                results[want.name] = source
-            elif want.shape is not None:
-                results[want.name] = torch.empty(want.shape, dtype=want.dtype, device=device)
-                fresh.append(want)
-        return results, fresh
-
-    def _exchange(self, bucket: _Bucket, tensors: Mapping[str, Tensor], slot: _Slot) -> None:
-        """Pack what others want and start the exchange."""
-        send, receive = slot.divide(bucket)
-        sources = [tensors[part.name][part.slices] for part in bucket.sends]
-        _copy(_rooms(send, bucket.sends), sources)
-        width = bucket.dtype.itemsize  # as bytes: not every backend knows every dtype
-        slot.work = dist.all_to_all_single(
-            receive.view(torch.uint8),
-            send.view(torch.uint8),
-            [size * width for size in bucket.receive_sizes],
-            [size * width for size in bucket.send_sizes],
-            group=self._group,
-            async_op=True,
-        )
-
-    def _report(
-        self, started: float, results: Mapping[str, Tensor], fresh: Sequence[_Want], buffers: int
-    ) -> ReshardReport:
-        if results and next(iter(results.values())).is_cuda:
+        for name in self._scalars:
+            results[name] = results[name].view(())
+        if device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        made = sum(results[want.name].nbytes for want in fresh)
-        everything = sum(result.nbytes for result in results.values())
+        return results, self._report(started, binding, len(slots) * binding.slot_bytes)
+
+    def _start(self, exchange: _Exchange, slot: _Slot, results: Mapping[str, Tensor]) -> None:
+        """Pack what others want and start the exchange."""
+        buffer = slot.sent(exchange)
+        _copy(_rooms(buffer, [source.shape for source in exchange.packed]), exchange.packed)
+        rooms = iter(buffer.split(exchange.packed_sizes))
+        operations = [
+            dist.P2POp(dist.isend, next(rooms) if source is None else source, message.peer, self._group)
+            for message, source in zip(exchange.bucket.sends, exchange.sent, strict=True)
+        ]
+        rooms = iter(slot.received(exchange).split(exchange.unpacked_sizes))
+        for message in exchange.bucket.receives:
+            part = message.parts[0]
+            room = results[part.name][part.slices] if message.contiguous else next(rooms)
+            operations.append(dist.P2POp(dist.irecv, room, message.peer, self._group))
+        slot.works = dist.batch_isend_irecv(operations) if operations else []
+
+    def _report(self, started: float, binding: _Binding, buffer_bytes: int) -> ReshardReport:
         return ReshardReport(
             seconds=time.perf_counter() - started,
             received_bytes=self._received,
-            copied_bytes=made - self._received,
-            aliased_bytes=everything - made,
-            buffer_bytes=buffers,
+            copied_bytes=binding.made_bytes - self._received,
+            aliased_bytes=sum(tensor.nbytes for tensor in binding.kept.values()),
+            buffer_bytes=buffer_bytes,
+            link_bytes_per_second=self._link,
             groups=self._kinds,
         )
 
@@ -250,15 +264,22 @@ class _Slot:
     """The memory of one bucket in flight, and what still uses it."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        self.work: dist.Work | None = None
+        self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        self.works: list[dist.Work] = []
         self.free: torch.cuda.Event | None = None
 
-    def divide(self, bucket: _Bucket) -> tuple[Tensor, Tensor]:
-        """A buffer to send from and one to receive into."""
-        whole = self.buffer[: bucket.nbytes].view(bucket.dtype)
-        send, receive = whole.split([sum(bucket.send_sizes), sum(bucket.receive_sizes)])
-        return send, receive
+    def sent(self, exchange: _Exchange) -> Tensor:
+        """A buffer to send from."""
+        return self._divide(exchange)[0]
+
+    def received(self, exchange: _Exchange) -> Tensor:
+        """A buffer to receive into."""
+        return self._divide(exchange)[1]
+
+    def _divide(self, exchange: _Exchange) -> tuple[Tensor, Tensor]:
+        whole = self._buffer[: exchange.buffer_bytes].view(exchange.bucket.dtype)
+        sent, received = whole.split([sum(exchange.packed_sizes), sum(exchange.unpacked_sizes)])
+        return sent, received
 
 
 class _Lanes:
@@ -304,19 +325,24 @@ class _Lanes:
 
 def _wait(slot: _Slot) -> None:
     """Wait for the exchange: the host does on the CPU, on CUDA the current stream does."""
-    if slot.work is not None:
-        slot.work.wait()
+    for work in slot.works:
+        work.wait()
 
 
-def _unpack(bucket: _Bucket, slot: _Slot, results: Mapping[str, Tensor]) -> None:
-    targets = [results[part.name][part.slices] for part in bucket.receives]
-    _copy(targets, _rooms(slot.divide(bucket)[1], bucket.receives))
+def _identities(tensors: Mapping[str, Tensor]) -> list[tuple[str, int, torch.dtype]]:
+    return [(name, tensor.data_ptr(), tensor.dtype) for name, tensor in tensors.items()]
 
 
-def _rooms(buffer: Tensor, parts: Sequence[_Part]) -> list[Tensor]:
-    """A buffer as one tensor for each part, in its shape."""
-    flat = buffer.split([part.elements for part in parts])
-    return [room.view(part.shape) for part, room in zip(parts, flat, strict=True)]
+def _open(wants: Iterable[_Want], results: dict[str, Tensor], device: torch.device) -> None:
+    """Make results."""
+    for want in wants:
+        results[want.name] = torch.empty(want.shape, dtype=want.dtype, device=device)
+
+
+def _rooms(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """A buffer as one tensor for each shape."""
+    flat = buffer.split([math.prod(shape) for shape in shapes])
+    return [room.view(tuple(shape)) for shape, room in zip(shapes, flat, strict=True)]
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -332,59 +358,3 @@ def _traffic(moves: Mapping[str, Move], rank: int) -> Iterator[GroupTraffic]:
     for kind, members in kinds.items():
         wanted = sum(volume(move.plan.needed(rank)) * move.dtype.itemsize for move in members)
         yield GroupTraffic(kind, wanted, sum(move.plan.received(rank) * move.dtype.itemsize for move in members))
-
-
-def _fill_buckets(moves: Mapping[str, Move], limit: int) -> Iterator[list[_Piece]]:
-    """Divide tensors into buckets, the same on every rank.
-
-    The busiest rank decides how much of a tensor fits. A bucket has one dtype. A transfer is cut along its longest dim
-    only, so that a limit below one slice of it is passed over.
-    """
-    for _, group in itertools.groupby(sorted(moves, key=lambda name: str(moves[name].dtype)), lambda n: moves[n].dtype):
-        pieces: list[_Piece] = []
-        filled = 0
-        for name in group:
-            size = moves[name].plan.largest * moves[name].dtype.itemsize
-            count = -(-size // limit)
-            for index in range(count):
-                if pieces and filled + -(-size // count) > limit:
-                    yield pieces
-                    pieces, filled = [], 0
-                pieces.append(_Piece(name, count, index))
-                filled += -(-size // count)
-        if pieces:
-            yield pieces
-
-
-def _bucket(pieces: Sequence[tuple[_Piece, Move]], ranks: Sequence[int], own: int) -> _Bucket:
-    """What this rank packs and unpacks of some pieces: rank after rank, and for each of them piece after piece."""
-    sends: dict[int, list[_Part]] = {rank: [] for rank in ranks}
-    receives: dict[int, list[_Part]] = {rank: [] for rank in ranks}
-    for piece, move in pieces:
-        for transfer in move.plan.sends(own):
-            sends[transfer.target].extend(_parts(piece, transfer, move.plan.held(own)))
-        for transfer in move.plan.receives(own):
-            if transfer.source != own:
-                receives[transfer.source].extend(_parts(piece, transfer, move.plan.needed(own)))
-    return _Bucket(
-        dtype=pieces[0][1].dtype,
-        sends=tuple(part for rank in ranks for part in sends[rank]),
-        receives=tuple(part for rank in ranks for part in receives[rank]),
-        send_sizes=tuple(sum(part.elements for part in sends[rank]) for rank in ranks),
-        receive_sizes=tuple(sum(part.elements for part in receives[rank]) for rank in ranks),
-    )
-
-
-def _parts(piece: _Piece, transfer: Transfer, local: Region) -> Iterator[_Part]:
-    """The rectangles of one piece of a transfer in the tensor that holds ``local``.
-
-    Both ends list them alike: an interval of the region lies in one interval of what either of them holds.
-    """
-    region = split(transfer.region, piece.count, piece.index)
-    for slices in _rectangles(region, local) if region else ():
-        yield _Part(piece.name, slices)
-
-
-def _rectangles(region: Region, local: Region) -> list[tuple[slice, ...]]:
-    dims = [[slice(*interval) for interval in intervals] for intervals in local_slices(region, local)]
-    return list(itertools.product(*dims))

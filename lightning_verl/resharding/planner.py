@@ -20,6 +20,9 @@ Interval = tuple[int, int]
 Region = tuple[tuple[Interval, ...], ...]
 """For each dim the intervals that a rank holds, ascending; the product of them is held, in this order."""
 
+_LONG = 64
+"""So many indices in each part make parts equal enough: the longest is at most 1/64 above the mean."""
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -209,9 +212,14 @@ def intersect(a: Region, b: Region) -> Region:
 
 
 def split(region: Region, parts: int, index: int) -> Region:
-    """One of equally long parts of a region, cut along its longest dim; ``()`` where nothing is left for it."""
+    """One of equally long parts of a region; ``()`` where nothing is left for it.
+
+    It is cut along the first dim that is long enough for parts of about equal length, so that they have no gaps in
+    memory where the region has none; else along the longest.
+    """
     lengths = [sum(stop - start for start, stop in intervals) for intervals in region]
-    dim = lengths.index(max(lengths))
+    long = [dim for dim, length in enumerate(lengths) if length >= _LONG * parts]
+    dim = long[0] if long else lengths.index(max(lengths))
     part = _cut(region[dim], Cut("", dim), parts, index)
     return (*region[:dim], part, *region[dim + 1 :]) if part else ()
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from lightning_verl.parallel.expert import check_experts, dispatch_experts, expert_modules
 from lightning_verl.parallel.rollout import RolloutCut, cut_forwards, rollout_cuts
 from lightning_verl.parallel.tensor import check_tensor_parallel
-from lightning_verl.resharding.executor import Move, Resharder, ReshardReport
+from lightning_verl.resharding.buckets import Move
+from lightning_verl.resharding.executor import Resharder, ReshardReport
 from lightning_verl.resharding.layouts import layout_of, local_part
 from lightning_verl.resharding.planner import Cut, TensorLayout, plan_tensor
 from lightning_verl.resharding.sinks import RolloutModule, merge, plain_name

@@ -25,7 +25,8 @@ from lightning_verl.parallel.checkpointing import ActivationCheckpointing, apply
 from lightning_verl.parallel.expert import ExpertAxes, check_experts, cut_experts, shard_experts
 from lightning_verl.parallel.fsdp import apply_fsdp, no_gradient_sync, reshard
 from lightning_verl.parallel.tensor import apply_tensor_parallel, models_to_cut
-from lightning_verl.resharding.executor import BUCKET_BYTES, ReshardReport
+from lightning_verl.resharding.buckets import BUCKET_BYTES
+from lightning_verl.resharding.executor import ReshardReport
 from lightning_verl.strategies import checkpoint
 from lightning_verl.strategies.clipping import clip_by_true_norm
 from lightning_verl.strategies.experts import expert_axes

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_verl.resharding.executor import Move, Resharder, ReshardReport
+from lightning_verl.resharding.buckets import Move
+from lightning_verl.resharding.executor import Resharder, ReshardReport
 from lightning_verl.resharding.planner import Cut, Grid, Region, TensorLayout, plan_tensor
 from lightning_verl.testing import run_ranks
 
