@@ -6,17 +6,20 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 
-from lightning_verl.resharding.planner import Region, TensorPlan, Transfer, local_shape, local_slices, split
+from lightning_verl.resharding.planner import Region, TensorPlan, Transfer, local_shape, local_slices, split, volume
 
 BUCKET_BYTES = 256 * 2**20
-"""Most bytes that one bucket sends and receives on a rank, taken together."""
+"""Most bytes of one bucket that go through buffers on a rank, sent and received ones taken together."""
 
-SMALL_BYTES = 2**20
-"""A part below this shares a message with others: a message of its own would cost more than to copy it."""
+SMALL_BYTES = 2**23
+"""A part below this shares a message with others: a GPU copies it in microseconds, the host sends none in so few."""
+
+_TRAVELLING = 4
+"""So many times the bytes that may go through buffers may travel in one bucket, most of them past any buffer."""
 
 Slices = tuple[slice, ...]
 
@@ -29,6 +32,8 @@ class Move:
     """Its transfers."""
     dtype: torch.dtype
     """What it is cast to, before it travels."""
+    is_cast: bool = True
+    """Whether it has to be cast for that; it is held in the same dtype otherwise, on all ranks."""
     may_alias: bool = True
     """Whether the result may be the source tensor itself, where a rank wants just what it holds in this dtype."""
 
@@ -99,7 +104,7 @@ def make_buckets(moves: Mapping[str, Move], rank: int, limit: int) -> list[Bucke
     Args:
         moves: By name; the same on every rank, in the same order.
         rank: This rank in the world.
-        limit: Most bytes that one bucket sends and receives on a rank, taken together.
+        limit: Most bytes of one bucket that go through buffers on a rank, sent and received ones taken together.
     """
     return [_bucket([(piece, moves[piece.name]) for piece in pieces], rank) for pieces in _fill(moves, limit)]
 
@@ -118,22 +123,70 @@ def _fill(moves: Mapping[str, Move], limit: int) -> Iterator[list[_Piece]]:
     """
 
     def order(name: str) -> tuple[str, bool]:
-        return str(moves[name].dtype), moves[name].plan.largest * moves[name].dtype.itemsize < SMALL_BYTES
+        return str(moves[name].dtype), _divided(moves[name], limit)[1].travelling < SMALL_BYTES
 
     for _, group in itertools.groupby(sorted(moves, key=order), lambda name: moves[name].dtype):
         pieces: list[_Piece] = []
-        filled = 0
+        filled = _Load(0, 0)
         for name in group:
-            size = moves[name].plan.largest * moves[name].dtype.itemsize
-            count = -(-size // limit)
+            count, load = _divided(moves[name], limit)
             for index in range(count):
-                if pieces and filled + -(-size // count) > limit:
+                if pieces and not (filled + load).fits(limit):
                     yield pieces
-                    pieces, filled = [], 0
+                    pieces, filled = [], _Load(0, 0)
                 pieces.append(_Piece(name, count, index))
-                filled += -(-size // count)
+                filled += load
         if pieces:
             yield pieces
+
+
+@dataclass(frozen=True)
+class _Load:
+    """Bytes on the busiest rank."""
+
+    buffered: int
+    """Sent from and received into buffers."""
+    travelling: int
+    """Sent and received."""
+
+    def __add__(self, other: _Load) -> _Load:
+        return _Load(self.buffered + other.buffered, self.travelling + other.travelling)
+
+    def fits(self, limit: int) -> bool:
+        """Whether it is not too much for a bucket."""
+        return self.buffered <= limit and self.travelling <= _TRAVELLING * limit
+
+
+def _divided(move: Move, limit: int) -> tuple[int, _Load]:
+    """In how many pieces a tensor goes, and what each of them adds to its bucket."""
+
+    def load(count: int) -> _Load:
+        return _load(move.plan, move.dtype.itemsize, move.is_cast, SMALL_BYTES, count)
+
+    whole = load(1)
+    count = max(-(-whole.buffered // limit), -(-whole.travelling // (_TRAVELLING * limit)))
+    if not load(count).fits(limit):  # pieces have gaps where the whole had none, or are small
+        count = -(-whole.travelling // limit)
+    return count, load(count)
+
+
+@lru_cache(maxsize=4096)
+def _load(plan: TensorPlan, itemsize: int, is_cast: bool, small: int, count: int) -> _Load:
+    """What one of so many pieces adds, the first, which is the largest; the layers of a model share it."""
+    buffered: dict[int, int] = {}
+    travelling: dict[int, int] = {}
+    for transfer in plan.transfers() if count else ():
+        if transfer.source != transfer.target:
+            region = split(transfer.region, count, 0)
+            size = volume(region) * itemsize
+            for rank, local, copied in (
+                (transfer.source, plan.held(transfer.source), is_cast),
+                (transfer.target, plan.needed(transfer.target), False),
+            ):
+                travelling[rank] = travelling.get(rank, 0) + size
+                if copied or size < small or _has_gaps(region, local):
+                    buffered[rank] = buffered.get(rank, 0) + size
+    return _Load(max(buffered.values(), default=0), max(travelling.values(), default=0))
 
 
 def _bucket(pieces: Sequence[tuple[_Piece, Move]], rank: int) -> Bucket:
@@ -160,22 +213,29 @@ def _messages(peer: int, parts: Sequence[tuple[Part, Region]], dtype: torch.dtyp
     small = [(part, local) for part, local in parts if part.elements * dtype.itemsize < SMALL_BYTES]
     for part, local in parts:
         if part.elements * dtype.itemsize >= SMALL_BYTES:
-            yield Message(peer, (part,), _is_contiguous(part, local))
+            yield Message(peer, (part,), _is_contiguous(part.shape, local))
     if small:
-        yield Message(peer, tuple(part for part, _ in small), len(small) == 1 and _is_contiguous(*small[0]))
+        yield Message(
+            peer, tuple(part for part, _ in small), len(small) == 1 and _is_contiguous(small[0][0].shape, small[0][1])
+        )
 
 
-def _is_contiguous(part: Part, local: Region) -> bool:
-    """Whether a rectangle has no gaps in the row-major tensor that holds ``local``.
+def _is_contiguous(shape: Sequence[int], local: Region) -> bool:
+    """Whether a rectangle of this shape has no gaps in the row-major tensor that holds ``local``.
 
     Behind the first dim that is longer than 1 all dims have to be whole.
     """
     started = False
-    for length, size in zip(part.shape, local_shape(local), strict=True):
+    for length, size in zip(shape, local_shape(local), strict=True):
         if started and length != size:
             return False
         started = started or length > 1
     return True
+
+
+def _has_gaps(region: Region, local: Region) -> bool:
+    found = rectangles(region, local)
+    return len(found) > 1 or not _is_contiguous([part.stop - part.start for part in found[0]], local)
 
 
 def _parts(piece: _Piece, transfer: Transfer, local: Region) -> Iterator[Part]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +36,7 @@ class ReshardReport:
     """What one resharding cost on this rank."""
 
     seconds: float
-    """From the call until the last tensor was in place; on CUDA the device was waited for."""
+    """From the start until the report was asked for and, on CUDA, the device was through."""
     received_bytes: int
     """What came from other ranks."""
     copied_bytes: int
@@ -120,13 +120,33 @@ class _Exchange:
         self.unpacked_sizes = [message.elements for message in scattered]
         """Elements of each message that is unpacked."""
         names = dict.fromkeys(part.name for message in bucket.receives for part in message.parts)
-        self.opened = [fresh.pop(name) for name in names if name in fresh]
+        self.local = _Local([fresh.pop(name) for name in names if name in fresh], tensors)
         """The results that get their first part here."""
-
-    @property
-    def buffer_bytes(self) -> int:
+        self.buffer_bytes = (sum(self.packed_sizes) + sum(self.unpacked_sizes)) * bucket.dtype.itemsize
         """Memory for what is packed and unpacked."""
-        return (sum(self.packed_sizes) + sum(self.unpacked_sizes)) * self.bucket.dtype.itemsize
+
+
+class _Local:
+    """Results to be made, and what this rank copies to itself of them.
+
+    Args:
+        wants: The results.
+        tensors: The source tensors.
+    """
+
+    def __init__(self, wants: Sequence[_Want], tensors: Mapping[str, Tensor]) -> None:
+        self._wants = wants
+        self._targets = [(want.name, target) for want in wants for _, target in want.own]
+        self._sources = [tensors[want.name][source] for want in wants for source, _ in want.own]
+
+    def open(self, results: dict[str, Tensor], device: torch.device) -> None:
+        """Make the results."""
+        for want in self._wants:
+            results[want.name] = torch.empty(want.shape, dtype=want.dtype, device=device)
+
+    def copy(self, results: Mapping[str, Tensor]) -> None:
+        """Copy, and cast, what this rank holds of them."""
+        _copy([results[name][slices] for name, slices in self._targets], self._sources)
 
 
 class _Binding:
@@ -140,6 +160,7 @@ class _Binding:
 
     def __init__(self, buckets: Sequence[Bucket], wants: Iterable[_Want], tensors: Mapping[str, Tensor]) -> None:
         self._sources = _identities(tensors)
+        self.device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
         tensors = {name: tensor if tensor.dim() else tensor.view(1) for name, tensor in tensors.items()}
         self.kept: dict[str, Tensor] = {}
         """The results that are the source tensors themselves."""
@@ -149,11 +170,10 @@ class _Binding:
                 self.kept[want.name] = tensors[want.name]
             else:
                 fresh[want.name] = want
+        self.kept_bytes = sum(tensor.nbytes for tensor in self.kept.values())
         self.made_bytes = sum(want.nbytes for want in fresh.values())
-        self.own_targets = [(want.name, target) for want in fresh.values() for _, target in want.own]
-        self.own_sources = [tensors[want.name][source] for want in fresh.values() for source, _ in want.own]
         self.exchanges = [_Exchange(bucket, tensors, fresh) for bucket in buckets]
-        self.opened = list(fresh.values())
+        self.local = _Local(list(fresh.values()), tensors)
         """The results that nothing is received for."""
         self.slot_bytes = max((exchange.buffer_bytes for exchange in self.exchanges), default=0)
 
@@ -168,12 +188,12 @@ class Resharder:
     Everything that does not depend on the tensors' values is derived once. A bucket is exchanged point to point, in
     one group of messages. A large part is sent from where it lies, if it has no gaps there and its dtype is the one
     that travels, and received where it belongs, if it has no gaps there; else it goes through a buffer. Two buckets are
-    in flight on CUDA: while one is exchanged, the next is packed and the one before is unpacked.
+    in flight: while one is exchanged, the next is packed and the one before is unpacked.
 
     Args:
         moves: By name. The same on every rank, in the same order.
         group: All ranks of the plans' grids; None if there is only this one.
-        bucket_bytes: Most bytes that one bucket sends and receives on a rank, taken together.
+        bucket_bytes: Most bytes of one bucket that go through buffers on a rank, sent and received ones together.
 
     Raises:
         ValueError: ``bucket_bytes`` is not positive.
@@ -193,156 +213,117 @@ class Resharder:
         self._received = sum(kind.received_bytes for kind in self._kinds)
         self._binding: _Binding | None = None
         self._link: float | None = None
+        self._started = 0.0
 
-    def run(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], ReshardReport]:
+    def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Move tensors (a collective call).
 
-        Views of them are kept for the next time, as long as they are the same.
+        On CUDA they are on their way when this returns, and in place for what follows on the current stream. Views of
+        the source tensors are kept for the next time, as long as they are the same.
 
         Args:
             tensors: This rank's parts at the source, by name; one of a grid that this rank is not in may be missing.
 
         Returns:
-            This rank's parts at the target, by name, and what it cost.
+            This rank's parts at the target, by name.
         """
-        device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
-        if self._binding is None and self._group is not None:
-            self._link = measure_link(self._buckets, self._group, device)
-        started = time.perf_counter()
+        first = self._binding is None
         if self._binding is None or not self._binding.fits(tensors):
             self._binding = _Binding(self._buckets, self._wants, tensors)
         binding = self._binding
+        if first and self._group is not None:
+            self._link = measure_link(self._buckets, self._group, binding.device)
+        self._started = time.perf_counter()
         results = dict(binding.kept)
-        slots = [_Slot(binding.slot_bytes, device) for _ in self._buckets[:2]]
-        lanes = _Lanes(device)
+        slots = [_Slot(binding) for _ in binding.exchanges[:2]]
+        finish = None
         for number, exchange in enumerate(binding.exchanges):
+            exchange.local.open(results, binding.device)
             slot = slots[number % 2]
-            _open(exchange.opened, results, device)
-            with lanes.packing(slot):
-                self._start(exchange, slot, results)
-            with lanes.unpacking(slot):
-                targets = [results[part.name][part.slices] for part in exchange.unpacked]
-                _copy(targets, _rooms(slot.received(exchange), [target.shape for target in targets]))
-        _open(binding.opened, results, device)
-        _copy([results[name][slices] for name, slices in binding.own_targets], binding.own_sources)
-        lanes.join()
+            self._start(exchange, slot, results)
+            if finish is not None:
+                finish()
+            finish = functools.partial(_finish, exchange, slot, results)
+        binding.local.open(results, binding.device)
+        binding.local.copy(results)
+        if finish is not None:
+            finish()
         for name in self._scalars:
             results[name] = results[name].view(())
-        if device.type == "cuda":
+        return results
+
+    def report(self) -> ReshardReport:
+        """What the last run cost, once it is through: on CUDA this waits for what the current stream does."""
+        binding = self._binding
+        if binding is None:
+            raise RuntimeError("Resharder.report has nothing to tell before the first run; call run.")
+        if binding.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        return results, self._report(started, binding, len(slots) * binding.slot_bytes)
-
-    def _start(self, exchange: _Exchange, slot: _Slot, results: Mapping[str, Tensor]) -> None:
-        """Pack what others want and start the exchange."""
-        buffer = slot.sent(exchange)
-        _copy(_rooms(buffer, [source.shape for source in exchange.packed]), exchange.packed)
-        rooms = iter(buffer.split(exchange.packed_sizes))
-        operations = [
-            dist.P2POp(dist.isend, next(rooms) if source is None else source, message.peer, self._group)
-            for message, source in zip(exchange.bucket.sends, exchange.sent, strict=True)
-        ]
-        rooms = iter(slot.received(exchange).split(exchange.unpacked_sizes))
-        for message in exchange.bucket.receives:
-            part = message.parts[0]
-            room = results[part.name][part.slices] if message.contiguous else next(rooms)
-            operations.append(dist.P2POp(dist.irecv, room, message.peer, self._group))
-        slot.works = dist.batch_isend_irecv(operations) if operations else []
-
-    def _report(self, started: float, binding: _Binding, buffer_bytes: int) -> ReshardReport:
         return ReshardReport(
-            seconds=time.perf_counter() - started,
+            seconds=time.perf_counter() - self._started,
             received_bytes=self._received,
             copied_bytes=binding.made_bytes - self._received,
-            aliased_bytes=sum(tensor.nbytes for tensor in binding.kept.values()),
-            buffer_bytes=buffer_bytes,
+            aliased_bytes=binding.kept_bytes,
+            buffer_bytes=len(binding.exchanges[:2]) * binding.slot_bytes,
             link_bytes_per_second=self._link,
             groups=self._kinds,
         )
 
+    def _start(self, exchange: _Exchange, slot: _Slot, results: Mapping[str, Tensor]) -> None:
+        """Pack what others want and start the exchange."""
+        send = slot.divide(exchange)
+        _copy(_rooms(send, exchange.packed), exchange.packed)
+        packed, unpacked = iter(send.split(exchange.packed_sizes)), iter(slot.received.split(exchange.unpacked_sizes))
+        operations = [
+            dist.P2POp(dist.isend, next(packed) if source is None else source, message.peer, self._group)
+            for message, source in zip(exchange.bucket.sends, exchange.sent, strict=True)
+        ]
+        for message in exchange.bucket.receives:
+            part = message.parts[0]
+            room = results[part.name][part.slices] if message.contiguous else next(unpacked)
+            operations.append(dist.P2POp(dist.irecv, room, message.peer, self._group))
+        slot.works = dist.batch_isend_irecv(operations) if operations else []
+
 
 class _Slot:
-    """The memory of one bucket in flight, and what still uses it."""
+    """The memory of one bucket in flight, and the exchange that uses it.
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
+    Args:
+        binding: Knows how much.
+    """
+
+    def __init__(self, binding: _Binding) -> None:
+        self._buffer = torch.empty(binding.slot_bytes, dtype=torch.uint8, device=binding.device)
         self.works: list[dist.Work] = []
-        self.free: torch.cuda.Event | None = None
 
-    def sent(self, exchange: _Exchange) -> Tensor:
-        """A buffer to send from."""
-        return self._divide(exchange)[0]
-
-    def received(self, exchange: _Exchange) -> Tensor:
-        """A buffer to receive into."""
-        return self._divide(exchange)[1]
-
-    def _divide(self, exchange: _Exchange) -> tuple[Tensor, Tensor]:
+    def divide(self, exchange: _Exchange) -> Tensor:
+        """Put what will be received at the end, and return what is before it, to send from."""
         whole = self._buffer[: exchange.buffer_bytes].view(exchange.bucket.dtype)
-        sent, received = whole.split([sum(exchange.packed_sizes), sum(exchange.unpacked_sizes)])
-        return sent, received
+        send: Tensor
+        send, self.received = whole.split([sum(exchange.packed_sizes), sum(exchange.unpacked_sizes)])
+        return send
 
 
-class _Lanes:
-    """Two CUDA streams beside the current one, for packing and for unpacking; on the CPU everything is in order."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
-        if self._on_cuda:
-            self._pack, self._unpack = torch.cuda.Stream(device), torch.cuda.Stream(device)
-            for stream in (self._pack, self._unpack):  # they see what the current one has done
-                stream.wait_stream(torch.cuda.current_stream())
-
-    def join(self) -> None:
-        """Let the current stream see what both have done; memory of theirs may be reused from then on."""
-        if self._on_cuda:
-            torch.cuda.current_stream().wait_stream(self._pack)
-            torch.cuda.current_stream().wait_stream(self._unpack)
-
-    @contextmanager
-    def packing(self, slot: _Slot) -> Iterator[None]:
-        """Pack and start an exchange once the slot is free."""
-        if not self._on_cuda:
-            yield
-            return
-        with torch.cuda.stream(self._pack):
-            if slot.free is not None:
-                slot.free.wait()
-            yield
-
-    @contextmanager
-    def unpacking(self, slot: _Slot) -> Iterator[None]:
-        """Unpack once the exchange is through, and free the slot."""
-        if not self._on_cuda:
-            _wait(slot)
-            yield
-            return
-        with torch.cuda.stream(self._unpack):
-            _wait(slot)
-            yield
-            slot.free = torch.cuda.Event()
-            slot.free.record()
-
-
-def _wait(slot: _Slot) -> None:
-    """Wait for the exchange: the host does on the CPU, on CUDA the current stream does."""
+def _finish(exchange: _Exchange, slot: _Slot, results: Mapping[str, Tensor]) -> None:
+    """Copy what this rank has, meanwhile; then wait and unpack: the host on the CPU, on CUDA the current stream."""
+    exchange.local.copy(results)
     for work in slot.works:
         work.wait()
+    targets = [results[part.name][part.slices] for part in exchange.unpacked]
+    _copy(targets, _rooms(slot.received, targets))
 
 
-def _identities(tensors: Mapping[str, Tensor]) -> list[tuple[str, int, torch.dtype]]:
-    return [(name, tensor.data_ptr(), tensor.dtype) for name, tensor in tensors.items()]
+def _identities(tensors: Mapping[str, Tensor]) -> tuple[list[str], list[int]]:
+    """Names and memory. What has the memory of a tensor that is kept is that tensor."""
+    return list(tensors), [tensor.data_ptr() for tensor in tensors.values()]
 
 
-def _open(wants: Iterable[_Want], results: dict[str, Tensor], device: torch.device) -> None:
-    """Make results."""
-    for want in wants:
-        results[want.name] = torch.empty(want.shape, dtype=want.dtype, device=device)
-
-
-def _rooms(buffer: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """A buffer as one tensor for each shape."""
-    flat = buffer.split([math.prod(shape) for shape in shapes])
-    return [room.view(tuple(shape)) for shape, room in zip(shapes, flat, strict=True)]
+def _rooms(buffer: Tensor, shaped: Sequence[Tensor]) -> list[Tensor]:
+    """A buffer as tensors of given shapes."""
+    if not shaped:
+        return []
+    flat = buffer.split([tensor.numel() for tensor in shaped])
+    return [room.view(tensor.shape) for room, tensor in zip(flat, shaped, strict=True)]
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:

@@ -166,16 +166,6 @@ class TensorPlan:
         need, held = self.needed(rank), self.held(rank)
         return volume(need) - volume(intersect(need, held))
 
-    @cached_property
-    def largest(self) -> int:
-        """The most elements that a rank sends and receives, taken together."""
-        load: dict[int, int] = {}
-        for transfer in self.transfers():
-            if transfer.source != transfer.target:
-                for rank in (transfer.source, transfer.target):
-                    load[rank] = load.get(rank, 0) + volume(transfer.region)
-        return max(load.values(), default=0)
-
     def _given(self, held: Region) -> list[Transfer]:
         """Who gives which part of one held region to whom: of its holders, the one that has given least so far."""
         if held not in self._of_holder:

@@ -100,11 +100,12 @@ class HybridEngine:
         self._sources = self._sources or {plain_name(n): p for n, p in self._trained.named_parameters()}
         with self._strategy.phase("actor", "reshard"), torch.no_grad():
             resharder = self._resharder = self._resharder or self._plan()
-            tensors, self.report = resharder.run({name: local_part(p) for name, p in self._sources.items()})
-        for adapter in self._view.adapters:
-            merge(tensors[adapter.weight], tensors.pop(adapter.a), tensors.pop(adapter.b), adapter)
-        self._view.fill(tensors)
-        del tensors
+            tensors = resharder.run({name: local_part(p) for name, p in self._sources.items()})
+            for adapter in self._view.adapters:
+                merge(tensors[adapter.weight], tensors.pop(adapter.a), tensors.pop(adapter.b), adapter)
+            self._view.fill(tensors)
+            del tensors
+            self.report = resharder.report()
         try:
             yield
         finally:
@@ -127,7 +128,7 @@ class HybridEngine:
             if name in wanted:
                 plan = plan_tensor(tuple(parameter.shape), self._source(parameter), wanted[name])
                 cast = dtype if name in self._view.shapes else parameter.dtype
-                moves[name] = Move(plan, cast, may_alias=name not in adapted)
+                moves[name] = Move(plan, cast, is_cast=cast != parameter.dtype, may_alias=name not in adapted)
         return Resharder(moves, self._strategy.group("actor", "reshard"), self._bucket_bytes)
 
     def _source(self, parameter: Tensor) -> TensorLayout:

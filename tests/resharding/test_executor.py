@@ -46,7 +46,7 @@ def random_moves(seed: int, world: int) -> tuple[dict[str, Tensor], dict[str, Mo
             layouts.append(TensorLayout(Grid(AXES, draw.choice(grids), tuple(ranks)), tuple(cuts)))
         dtype = draw.choice([torch.float32, torch.bfloat16])
         wholes[f"w{number}"] = torch.randn(shape, generator=torch.Generator().manual_seed(seed + number))
-        moves[f"w{number}"] = Move(plan_tensor(shape, *layouts), dtype)
+        moves[f"w{number}"] = Move(plan_tensor(shape, *layouts), dtype, is_cast=dtype != torch.float32)
     return wholes, moves
 
 
@@ -64,13 +64,13 @@ def move_there(seed: int, bucket_bytes: int, small_bytes: int) -> list[ReshardRe
         }
         resharder = Resharder(moves, dist.group.WORLD, bucket_bytes)
         for turn in range(3):
+            wholes = {name: whole + turn for name, whole in wholes.items()}
             if turn == 1:  # an optimizer step changes them where they lie
-                wholes = {name: whole.add_(1) for name, whole in wholes.items()}
-                held = {name: tensor if tensor is wholes[name] else tensor.add_(1) for name, tensor in held.items()}
-            elif turn == 2:  # and a checkpoint may put others in their place
-                held = {name: tensor.clone() for name, tensor in held.items()}
-            results, report = resharder.run(held)
-            reports.append(report)
+                held = {name: tensor.add_(turn) for name, tensor in held.items()}
+            elif turn == 2:  # and others may take their place
+                held = {name: tensor + turn for name, tensor in held.items()}
+            results = resharder.run(held)
+            reports.append(resharder.report())
             for name, move in moves.items():
                 whole = wholes[name].to(move.dtype)
                 wanted = take(whole, move.plan.needed(rank)) if whole.dim() else whole
@@ -92,11 +92,15 @@ def a_move(shape: tuple[int, ...], world: int, dtype: torch.dtype, **options: An
     return Move(plan_tensor(shape, TensorLayout(grid, (Cut("shard", 0),)), TensorLayout(grid)), dtype, **options)
 
 
+def moved(resharder: Resharder, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], ReshardReport]:
+    return resharder.run(tensors), resharder.report()
+
+
 def gather_rows(dtype: torch.dtype) -> ReshardReport:
     dist.init_process_group("gloo")
     move = a_move((8, 4), dist.get_world_size(), torch.bfloat16)
     rows = torch.full((8 // dist.get_world_size(), 4), float(dist.get_rank()), dtype=dtype)
-    return Resharder({"w": move}, dist.group.WORLD).run({"w": rows})[1]
+    return moved(Resharder({"w": move}, dist.group.WORLD), {"w": rows})[1]
 
 
 def test_the_report_counts_bytes_in_the_dtype_that_travels() -> None:
@@ -119,7 +123,7 @@ def rows_to_columns() -> tuple[list[list[float]], ReshardReport]:
     grid = Grid(("shard",), (2,), (0, 1))
     plan = plan_tensor((4, 4), TensorLayout(grid, (Cut("shard", 0),)), TensorLayout(grid, (Cut("shard", 1),)))
     rows = torch.arange(16.0).view(4, 4).chunk(2)[dist.get_rank()]
-    results, report = Resharder({"w": Move(plan, torch.float32)}, dist.group.WORLD).run({"w": rows})
+    results, report = moved(Resharder({"w": Move(plan, torch.float32)}, dist.group.WORLD), {"w": rows})
     return results["w"].tolist(), report
 
 
@@ -134,18 +138,23 @@ def test_what_is_in_place_already_is_passed_on() -> None:
     grid = Grid(("shard",), (1,), (0,))
     plan = plan_tensor((4,), TensorLayout(grid), TensorLayout(grid))
     held = {"w": torch.arange(4.0)}
-    same, report = Resharder({"w": Move(plan, torch.float32)}, None).run(held)
+    same, report = moved(Resharder({"w": Move(plan, torch.float32)}, None), held)
     assert same["w"] is held["w"]
     assert (report.aliased_bytes, report.copied_bytes, report.received_bytes, report.buffer_bytes) == (16, 0, 0, 0)
     assert report.bytes_per_second == 0
     assert report.link_share is report.link_bytes_per_second is None
-    copied, _ = Resharder({"w": Move(plan, torch.float32, may_alias=False)}, None).run(held)
+    copied = Resharder({"w": Move(plan, torch.float32, may_alias=False)}, None).run(held)
     assert copied["w"].data_ptr() != held["w"].data_ptr()
     assert copied["w"].tolist() == held["w"].tolist()
-    cast, _ = Resharder({"w": Move(plan, torch.bfloat16)}, None).run(held)
+    cast = Resharder({"w": Move(plan, torch.bfloat16)}, None).run(held)
     assert (cast["w"].dtype, cast["w"].tolist()) == (torch.bfloat16, [0.0, 1.0, 2.0, 3.0])
 
 
 def test_a_bucket_holds_something() -> None:
     with pytest.raises(ValueError, match="bucket_bytes=0; a bucket holds at least one byte"):
         Resharder({}, None, bucket_bytes=0)
+
+
+def test_a_report_needs_a_run() -> None:
+    with pytest.raises(RuntimeError, match="nothing to tell before the first run; call run"):
+        Resharder({}, None).report()
