@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 
 import torch
 
@@ -175,13 +175,14 @@ def _load(plan: TensorPlan, itemsize: int, is_cast: bool, small: int, count: int
     """What one of so many pieces adds, the first, which is the largest; the layers of a model share it."""
     buffered: dict[int, int] = {}
     travelling: dict[int, int] = {}
+    held, needed = cache(plan.held), cache(plan.needed)
     for transfer in plan.transfers() if count else ():
         if transfer.source != transfer.target:
             region = split(transfer.region, count, 0)
             size = volume(region) * itemsize
             for rank, local, copied in (
-                (transfer.source, plan.held(transfer.source), is_cast),
-                (transfer.target, plan.needed(transfer.target), False),
+                (transfer.source, held(transfer.source), is_cast),
+                (transfer.target, needed(transfer.target), False),
             ):
                 travelling[rank] = travelling.get(rank, 0) + size
                 if copied or size < small or _has_gaps(region, local):

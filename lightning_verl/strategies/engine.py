@@ -36,7 +36,7 @@ class HybridEngine:
     Args:
         strategy: Knows the layouts and groups.
         model: The actor's model, on its device and not yet cut.
-        bucket_bytes: Most bytes that one bucket of a resharding sends and receives on a rank.
+        bucket_bytes: Most bytes of one bucket of a resharding that go through buffers on a rank.
 
     Raises:
         ValueError: The model cannot be cut over the rollout's tensor ranks, or has adapters that cannot be merged.

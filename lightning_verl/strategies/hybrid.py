@@ -62,7 +62,7 @@ class HybridStrategy(ModelParallelStrategy):
             states and gradients in host memory during rollouts.
         enable_3d_hybrid: Whether the actor generates in a layout of its own, with its weights resharded for the
             rollout. False gathers them in the update layout instead.
-        reshard_bucket_bytes: Most bytes that one bucket of a resharding sends and receives on a rank; two are in
+        reshard_bucket_bytes: Most bytes of one bucket of a resharding that go through buffers on a rank; two are in
             flight.
         activation_checkpointing: ``"selective"``, ``"full"``, a list of module-name suffixes or None; a role's own
             wins.
