@@ -8,7 +8,8 @@ import math
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,12 @@ from torch import Tensor
 from lightning_verl.resharding.buckets import BUCKET_BYTES, Bucket, Move, Slices, make_buckets, rectangles
 from lightning_verl.resharding.link import measure_link
 from lightning_verl.resharding.planner import local_shape, volume
+
+_BLOCK_BYTES = 2**28
+"""Most bytes of results that share one allocation, since memory in one piece may be hard to find."""
+
+_ALIGNMENT = 256
+"""Bytes that a result's address is a multiple of within its block."""
 
 
 @dataclass(frozen=True)
@@ -90,63 +97,73 @@ class _Want:
         return cls(name, move.dtype, local_shape(need), move.may_alias and held == need, own)
 
 
+_View = tuple[tuple[int, ...], tuple[int, ...], int]
+"""What ``Tensor.as_strided`` takes: shape, strides, offset. One call, where slicing is one for each dim."""
+
+
+@dataclass
+class _Block:
+    """Memory that some results of one dtype share: allocations cost the host more than views."""
+
+    dtype: torch.dtype
+    elements: int = 0
+    views: dict[str, _View] = field(default_factory=dict)
+    """The results, by name."""
+
+    def add(self, want: _Want) -> _View:
+        """Make room for a result, aligned like an allocation of its own."""
+        view = _whole(want.shape, self.elements)
+        self.views[want.name] = view
+        self.elements += _room_for(want)
+        return view
+
+    def make(self, results: dict[str, Tensor], device: torch.device) -> None:
+        """Allocate it, and put the results into ``results``."""
+        memory = torch.empty(self.elements, dtype=self.dtype, device=device)
+        for name, view in self.views.items():
+            results[name] = memory.as_strided(*view)
+
+
 class _Exchange:
     """A bucket, bound to the tensors that this rank sends it from.
 
     Args:
         bucket: The bucket.
         tensors: The source tensors.
-        fresh: What this rank wants and does not hold; what the bucket receives of it is taken out.
+        places: Where in their blocks the results lie.
     """
 
-    def __init__(self, bucket: Bucket, tensors: Mapping[str, Tensor], fresh: dict[str, _Want]) -> None:
-        self.bucket = bucket
-        self.sent: list[Tensor | None] = []
-        """For each message what is sent as it lies in the source; None where it is packed or cast."""
-        self.packed: list[Tensor] = []
-        """All that is packed, part after part."""
-        self.packed_sizes: list[int] = []
-        """Elements of each message that is packed."""
+    def __init__(self, bucket: Bucket, tensors: Mapping[str, Tensor], places: Mapping[str, _View]) -> None:
+        self.dtype = bucket.dtype
+        self.sends: list[tuple[int, Tensor | _View]] = []
+        """To which rank goes what: a source as it lies, or what is in a place of the buffer."""
+        self.receives: list[tuple[int, str | None, _View]] = []
+        """From which rank comes what, into a place of which result; None for the buffer."""
+        self.packed: list[tuple[Tensor, _View]] = []
+        """What is copied from a source to a place of the buffer, and cast."""
+        self.unpacked: list[tuple[str, _View, _View]] = []
+        """What is copied to a place of a result from one of the buffer."""
+        filled = 0
         for message in bucket.sends:
-            views = [tensors[part.name][part.slices] for part in message.parts]
-            as_it_lies = len(views) == 1 and views[0].is_contiguous() and views[0].dtype == bucket.dtype
-            self.sent.append(views[0] if as_it_lies else None)
-            if not as_it_lies:
-                self.packed += views
-                self.packed_sizes.append(message.elements)
-        scattered = [message for message in bucket.receives if not message.contiguous]
-        self.unpacked = [part for message in scattered for part in message.parts]
-        """All that does not lie in a result as it arrives, part after part."""
-        self.unpacked_sizes = [message.elements for message in scattered]
-        """Elements of each message that is unpacked."""
-        names = dict.fromkeys(part.name for message in bucket.receives for part in message.parts)
-        self.local = _Local([fresh.pop(name) for name in names if name in fresh], tensors)
-        """The results that get their first part here."""
-        self.buffer_bytes = (sum(self.packed_sizes) + sum(self.unpacked_sizes)) * bucket.dtype.itemsize
+            sources = [tensors[part.name][part.slices] for part in message.parts]
+            if len(sources) == 1 and sources[0].is_contiguous() and sources[0].dtype == bucket.dtype:
+                self.sends.append((message.peer, sources[0]))
+                continue
+            self.sends.append((message.peer, _flat(message.elements, filled)))
+            for source in sources:
+                self.packed.append((source, _whole(source.shape, filled)))
+                filled += source.numel()
+        for message in bucket.receives:
+            if message.contiguous:
+                name, offset = message.parts[0].name, _inside(places[message.parts[0].name], message.parts[0].slices)[2]
+                self.receives.append((message.peer, name, _flat(message.elements, offset)))
+                continue
+            self.receives.append((message.peer, None, _flat(message.elements, filled)))
+            for part in message.parts:
+                self.unpacked.append((part.name, _inside(places[part.name], part.slices), _whole(part.shape, filled)))
+                filled += part.elements
+        self.buffer_bytes = filled * bucket.dtype.itemsize
         """Memory for what is packed and unpacked."""
-
-
-class _Local:
-    """Results to be made, and what this rank copies to itself of them.
-
-    Args:
-        wants: The results.
-        tensors: The source tensors.
-    """
-
-    def __init__(self, wants: Sequence[_Want], tensors: Mapping[str, Tensor]) -> None:
-        self._wants = wants
-        self._targets = [(want.name, target) for want in wants for _, target in want.own]
-        self._sources = [tensors[want.name][source] for want in wants for source, _ in want.own]
-
-    def open(self, results: dict[str, Tensor], device: torch.device) -> None:
-        """Make the results."""
-        for want in self._wants:
-            results[want.name] = torch.empty(want.shape, dtype=want.dtype, device=device)
-
-    def copy(self, results: Mapping[str, Tensor]) -> None:
-        """Copy, and cast, what this rank holds of them."""
-        _copy([results[name][slices] for name, slices in self._targets], self._sources)
 
 
 class _Binding:
@@ -172,10 +189,23 @@ class _Binding:
                 fresh[want.name] = want
         self.kept_bytes = sum(tensor.nbytes for tensor in self.kept.values())
         self.made_bytes = sum(want.nbytes for want in fresh.values())
-        self.exchanges = [_Exchange(bucket, tensors, fresh) for bucket in buckets]
-        self.local = _Local(list(fresh.values()), tensors)
+        self.steps: list[tuple[list[_Block], _Exchange]] = []
+        """The buckets, each with the results that get their first part in it."""
+        places: dict[str, _View] = {}
+        left = dict(fresh)
+        for bucket in buckets:
+            names = dict.fromkeys(part.name for message in bucket.receives for part in message.parts)
+            blocks = _blocks([left.pop(name) for name in names if name in left], places)
+            self.steps.append((blocks, _Exchange(bucket, tensors, places)))
+        self.blocks = _blocks(left.values(), places)
         """The results that nothing is received for."""
-        self.slot_bytes = max((exchange.buffer_bytes for exchange in self.exchanges), default=0)
+        self.own = [
+            (tensors[want.name][source], want.name, _inside(places[want.name], target))
+            for want in fresh.values()
+            for source, target in want.own
+        ]
+        """What this rank copies to itself, and casts: from a source to a place of a result."""
+        self.slot_bytes = max((exchange.buffer_bytes for _, exchange in self.steps), default=0)
 
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
         """Whether these are the same tensors, in the same memory."""
@@ -235,19 +265,24 @@ class Resharder:
             self._link = measure_link(self._buckets, self._group, binding.device)
         self._started = time.perf_counter()
         results = dict(binding.kept)
-        slots = [_Slot(binding) for _ in binding.exchanges[:2]]
-        finish = None
-        for number, exchange in enumerate(binding.exchanges):
-            exchange.local.open(results, binding.device)
-            slot = slots[number % 2]
-            self._start(exchange, slot, results)
+        slots = [_Slot(binding) for _ in binding.steps[:2]]
+        with _beside(binding.device) as beside:
+            finish = None
+            for number, (blocks, exchange) in enumerate(binding.steps):
+                for block in blocks:
+                    block.make(results, binding.device)
+                slot = slots[number % 2]
+                self._start(exchange, slot, results)
+                if finish is not None:
+                    finish()
+                finish = functools.partial(_finish, exchange, slot, results)
+            for block in binding.blocks:
+                block.make(results, binding.device)
+            with torch.cuda.stream(beside):
+                targets = [results[name].as_strided(*view) for _, name, view in binding.own]
+                _copy(targets, [source for source, _, _ in binding.own])
             if finish is not None:
                 finish()
-            finish = functools.partial(_finish, exchange, slot, results)
-        binding.local.open(results, binding.device)
-        binding.local.copy(results)
-        if finish is not None:
-            finish()
         for name in self._scalars:
             results[name] = results[name].view(())
         return results
@@ -264,24 +299,22 @@ class Resharder:
             received_bytes=self._received,
             copied_bytes=binding.made_bytes - self._received,
             aliased_bytes=binding.kept_bytes,
-            buffer_bytes=len(binding.exchanges[:2]) * binding.slot_bytes,
+            buffer_bytes=len(binding.steps[:2]) * binding.slot_bytes,
             link_bytes_per_second=self._link,
             groups=self._kinds,
         )
 
     def _start(self, exchange: _Exchange, slot: _Slot, results: Mapping[str, Tensor]) -> None:
         """Pack what others want and start the exchange."""
-        send = slot.divide(exchange)
-        _copy(_rooms(send, exchange.packed), exchange.packed)
-        packed, unpacked = iter(send.split(exchange.packed_sizes)), iter(slot.received.split(exchange.unpacked_sizes))
-        operations = [
-            dist.P2POp(dist.isend, next(packed) if source is None else source, message.peer, self._group)
-            for message, source in zip(exchange.bucket.sends, exchange.sent, strict=True)
-        ]
-        for message in exchange.bucket.receives:
-            part = message.parts[0]
-            room = results[part.name][part.slices] if message.contiguous else next(unpacked)
-            operations.append(dist.P2POp(dist.irecv, room, message.peer, self._group))
+        buffer = slot.use(exchange)
+        _copy([buffer.as_strided(*view) for _, view in exchange.packed], [source for source, _ in exchange.packed])
+        operations = []
+        for peer, sent in exchange.sends:
+            tensor = sent if isinstance(sent, Tensor) else buffer.as_strided(*sent)
+            operations.append(dist.P2POp(dist.isend, tensor, peer, self._group))
+        for peer, name, view in exchange.receives:
+            tensor = (buffer if name is None else results[name]).as_strided(*view)
+            operations.append(dist.P2POp(dist.irecv, tensor, peer, self._group))
         slot.works = dist.batch_isend_irecv(operations) if operations else []
 
 
@@ -293,37 +326,73 @@ class _Slot:
     """
 
     def __init__(self, binding: _Binding) -> None:
-        self._buffer = torch.empty(binding.slot_bytes, dtype=torch.uint8, device=binding.device)
+        self._memory = torch.empty(binding.slot_bytes, dtype=torch.uint8, device=binding.device)
         self.works: list[dist.Work] = []
 
-    def divide(self, exchange: _Exchange) -> Tensor:
-        """Put what will be received at the end, and return what is before it, to send from."""
-        whole = self._buffer[: exchange.buffer_bytes].view(exchange.bucket.dtype)
-        send: Tensor
-        send, self.received = whole.split([sum(exchange.packed_sizes), sum(exchange.unpacked_sizes)])
-        return send
+    def use(self, exchange: _Exchange) -> Tensor:
+        """The buffer of an exchange, in its dtype."""
+        self.buffer = self._memory[: exchange.buffer_bytes].view(exchange.dtype)
+        return self.buffer
 
 
 def _finish(exchange: _Exchange, slot: _Slot, results: Mapping[str, Tensor]) -> None:
-    """Copy what this rank has, meanwhile; then wait and unpack: the host on the CPU, on CUDA the current stream."""
-    exchange.local.copy(results)
+    """Wait for an exchange and unpack: the host does on the CPU, the current stream on CUDA."""
     for work in slot.works:
         work.wait()
-    targets = [results[part.name][part.slices] for part in exchange.unpacked]
-    _copy(targets, _rooms(slot.received, targets))
+    _copy(
+        [results[name].as_strided(*view) for name, view, _ in exchange.unpacked],
+        [slot.buffer.as_strided(*view) for _, _, view in exchange.unpacked],
+    )
+
+
+@contextmanager
+def _beside(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
+    """A CUDA stream beside the current one, which sees what that did before and is waited for; None on the CPU."""
+    if device.type != "cuda":
+        yield None
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream())
+    yield stream
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def _blocks(wants: Iterable[_Want], places: dict[str, _View]) -> list[_Block]:
+    """Divide results into blocks, and note where they lie; one above the limit of a block has its own."""
+    blocks: list[_Block] = []
+    for want in sorted(wants, key=lambda want: str(want.dtype)):
+        size = _room_for(want) * want.dtype.itemsize
+        last = blocks[-1] if blocks else None
+        if last is None or last.dtype != want.dtype or last.elements * want.dtype.itemsize + size > _BLOCK_BYTES:
+            blocks.append(_Block(want.dtype))
+        places[want.name] = blocks[-1].add(want)
+    return blocks
+
+
+def _room_for(want: _Want) -> int:
+    """Elements of a result, rounded up so that the next one is aligned."""
+    unit = _ALIGNMENT // want.dtype.itemsize
+    return -(-math.prod(want.shape) // unit) * unit
+
+
+def _whole(shape: Sequence[int], offset: int) -> _View:
+    return tuple(shape), torch.empty(shape, device="meta").stride(), offset
+
+
+def _flat(elements: int, offset: int) -> _View:
+    return (elements,), (1,), offset
+
+
+def _inside(whole: _View, slices: Slices) -> _View:
+    """A rectangle of a view."""
+    _, strides, offset = whole
+    shape = tuple(part.stop - part.start for part in slices)
+    return shape, strides, offset + sum(part.start * step for part, step in zip(slices, strides, strict=True))
 
 
 def _identities(tensors: Mapping[str, Tensor]) -> tuple[list[str], list[int]]:
     """Names and memory. What has the memory of a tensor that is kept is that tensor."""
     return list(tensors), [tensor.data_ptr() for tensor in tensors.values()]
-
-
-def _rooms(buffer: Tensor, shaped: Sequence[Tensor]) -> list[Tensor]:
-    """A buffer as tensors of given shapes."""
-    if not shaped:
-        return []
-    flat = buffer.split([tensor.numel() for tensor in shaped])
-    return [room.view(tensor.shape) for room, tensor in zip(flat, shaped, strict=True)]
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
