@@ -40,6 +40,8 @@ RESULTS = ROOT / "docs" / "benchmarks" / "reshard.json"
 PAGE = RESULTS.with_suffix(".md")
 COMMAND = "torchrun --nproc-per-node 2 benchmarks/reshard.py --output docs/benchmarks/reshard.json"
 BUCKET_BYTES = 256 * 2**20
+WARM_UP = 3
+"""Turns that do not count."""
 
 SHAPES = {
     "7B": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28},
@@ -106,12 +108,12 @@ class Meter:
         self._device, self._repeats = device, repeats
 
     def medians(self, **functions: Callable[[], object]) -> dict[str, float]:
-        """Run all functions in turn, again and again, after one turn that does not count."""
+        """Run all functions in turn, again and again, after some turns that do not count."""
         times: dict[str, list[float]] = {name: [] for name in functions}
-        for turn in range(self._repeats + 1):
+        for turn in range(WARM_UP + self._repeats):
             for name, function in functions.items():
                 seconds = self._once(function)
-                if turn:
+                if turn >= WARM_UP:
                     times[name].append(seconds)
         return {name: statistics.median(values) for name, values in times.items()}
 
@@ -224,7 +226,7 @@ def measure_case(case: str, shape: str, precision: str, repeats: int, rollout_tp
         medians = meter.medians(**sides)
         sides.clear()
         extra = extra_memory(strategy, actor, device)
-        share = -largest(-statistics.median(shares[1:]), device)
+        share = -largest(-statistics.median(shares[WARM_UP:]), device)
         return Moved(case, received, medians["ours"], medians.get("full"), medians.get("bare"), share, extra)
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,6 +101,45 @@ class _Want:
 _View = tuple[tuple[int, ...], tuple[int, ...], int]
 """What ``Tensor.as_strided`` takes: shape, strides, offset. One call, where slicing is one for each dim."""
 
+_Copy = tuple[str | None, _View, Tensor | _View, bool]
+"""To which result (None: the buffer) and where; from which tensor, or where in the buffer; whether as 8-byte words."""
+
+
+class _Copies:
+    """Copies that are made together, each from a source tensor or a place of a buffer to a place of a result or buffer.
+
+    Those without gaps are apart from the others: CUDA makes them in one go.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: tuple[list[_Copy], list[_Copy]] = ([], [])
+
+    def add(self, target: str | None, view: _View, source: Tensor | _View, dtype: torch.dtype) -> None:
+        """Add one to a place of a result, or (None) of the buffer, which have this dtype."""
+        origin = source if isinstance(source, tuple) else _view_of(source)
+        dense = all(_whole(shape, 0)[1] == strides for shape, strides, _ in (view, origin))
+        same = isinstance(source, tuple) or source.dtype == dtype
+        words = [_in_words(place, dtype.itemsize) if same and not dense else None for place in (view, origin)]
+        if words[0] is not None and words[1] is not None:
+            source = words[1] if isinstance(source, tuple) else source.view(torch.int64)
+            self._kinds[1].append((target, words[0], source, True))
+        else:
+            self._kinds[not dense].append((target, view, source, False))
+
+    def make(self, results: Mapping[str, Tensor], buffer: Tensor | None = None) -> None:
+        """Make them, and cast; a call for each would take longer than the copies."""
+        memory: dict[Any, Tensor] = {**results} if buffer is None else {**results, None: buffer}
+
+        def place(name: str | None, view: _View, in_words: bool) -> Tensor:
+            return (memory[name].view(torch.int64) if in_words else memory[name]).as_strided(*view)
+
+        for copies in self._kinds:
+            if copies:
+                torch._foreach_copy_(
+                    [place(target, view, in_words) for target, view, _, in_words in copies],
+                    [s if isinstance(s, Tensor) else place(None, s, in_words) for _, _, s, in_words in copies],
+                )
+
 
 @dataclass
 class _Block:
@@ -139,10 +179,8 @@ class _Exchange:
         """To which rank goes what: a source as it lies, or what is in a place of the buffer."""
         self.receives: list[tuple[int, str | None, _View]] = []
         """From which rank comes what, into a place of which result; None for the buffer."""
-        self.packed: list[tuple[Tensor, _View]] = []
-        """What is copied from a source to a place of the buffer, and cast."""
-        self.unpacked: list[tuple[str, _View, _View]] = []
-        """What is copied to a place of a result from one of the buffer."""
+        self.packed, self.unpacked = _Copies(), _Copies()
+        """From sources to the buffer, and from there to results."""
         filled = 0
         for message in bucket.sends:
             sources = [tensors[part.name][part.slices] for part in message.parts]
@@ -151,7 +189,7 @@ class _Exchange:
                 continue
             self.sends.append((message.peer, _flat(message.elements, filled)))
             for source in sources:
-                self.packed.append((source, _whole(source.shape, filled)))
+                self.packed.add(None, _whole(source.shape, filled), source, bucket.dtype)
                 filled += source.numel()
         for message in bucket.receives:
             if message.contiguous:
@@ -160,7 +198,8 @@ class _Exchange:
                 continue
             self.receives.append((message.peer, None, _flat(message.elements, filled)))
             for part in message.parts:
-                self.unpacked.append((part.name, _inside(places[part.name], part.slices), _whole(part.shape, filled)))
+                place = _inside(places[part.name], part.slices)
+                self.unpacked.add(part.name, place, _whole(part.shape, filled), bucket.dtype)
                 filled += part.elements
         self.buffer_bytes = filled * bucket.dtype.itemsize
         """Memory for what is packed and unpacked."""
@@ -199,12 +238,11 @@ class _Binding:
             self.steps.append((blocks, _Exchange(bucket, tensors, places)))
         self.blocks = _blocks(left.values(), places)
         """The results that nothing is received for."""
-        self.own = [
-            (tensors[want.name][source], want.name, _inside(places[want.name], target))
-            for want in fresh.values()
-            for source, target in want.own
-        ]
-        """What this rank copies to itself, and casts: from a source to a place of a result."""
+        self.own = _Copies()
+        """What this rank copies to itself, from sources to results."""
+        for want in fresh.values():
+            for source, target in want.own:
+                self.own.add(want.name, _inside(places[want.name], target), tensors[want.name][source], want.dtype)
         self.slot_bytes = max((exchange.buffer_bytes for _, exchange in self.steps), default=0)
 
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
@@ -279,8 +317,7 @@ class Resharder:
             for block in binding.blocks:
                 block.make(results, binding.device)
             with torch.cuda.stream(beside):
-                targets = [results[name].as_strided(*view) for _, name, view in binding.own]
-                _copy(targets, [source for source, _, _ in binding.own])
+                binding.own.make(results)
             if finish is not None:
                 finish()
         for name in self._scalars:
@@ -306,8 +343,8 @@ class Resharder:
 
     def _start(self, exchange: _Exchange, slot: _Slot, results: Mapping[str, Tensor]) -> None:
         """Pack what others want and start the exchange."""
-        buffer = slot.use(exchange)
-        _copy([buffer.as_strided(*view) for _, view in exchange.packed], [source for source, _ in exchange.packed])
+        buffer = slot.memory.view(exchange.dtype)
+        exchange.packed.make(results, buffer)
         operations = []
         for peer, sent in exchange.sends:
             tensor = sent if isinstance(sent, Tensor) else buffer.as_strided(*sent)
@@ -326,23 +363,15 @@ class _Slot:
     """
 
     def __init__(self, binding: _Binding) -> None:
-        self._memory = torch.empty(binding.slot_bytes, dtype=torch.uint8, device=binding.device)
+        self.memory = torch.empty(-(-binding.slot_bytes // 8), dtype=torch.int64, device=binding.device)
         self.works: list[dist.Work] = []
-
-    def use(self, exchange: _Exchange) -> Tensor:
-        """The buffer of an exchange, in its dtype."""
-        self.buffer = self._memory[: exchange.buffer_bytes].view(exchange.dtype)
-        return self.buffer
 
 
 def _finish(exchange: _Exchange, slot: _Slot, results: Mapping[str, Tensor]) -> None:
     """Wait for an exchange and unpack: the host does on the CPU, the current stream on CUDA."""
     for work in slot.works:
         work.wait()
-    _copy(
-        [results[name].as_strided(*view) for name, view, _ in exchange.unpacked],
-        [slot.buffer.as_strided(*view) for _, _, view in exchange.unpacked],
-    )
+    exchange.unpacked.make(results, slot.memory.view(exchange.dtype))
 
 
 @contextmanager
@@ -379,6 +408,10 @@ def _whole(shape: Sequence[int], offset: int) -> _View:
     return tuple(shape), torch.empty(shape, device="meta").stride(), offset
 
 
+def _view_of(tensor: Tensor) -> _View:
+    return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+
+
 def _flat(elements: int, offset: int) -> _View:
     return (elements,), (1,), offset
 
@@ -395,10 +428,13 @@ def _identities(tensors: Mapping[str, Tensor]) -> tuple[list[str], list[int]]:
     return list(tensors), [tensor.data_ptr() for tensor in tensors.values()]
 
 
-def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy many tensors, casting them: one call, since the calls would take longer than the copies."""
-    if targets:
-        torch._foreach_copy_(targets, sources)
+def _in_words(view: _View, itemsize: int) -> _View | None:
+    """A view in numbers of 8 bytes, if its rows allow it: where they have gaps CUDA copies number by number."""
+    shape, strides, offset = view
+    unit = max(8 // itemsize, 1)
+    if itemsize > 8 or strides[-1] != 1 or any(n % unit for n in (shape[-1], offset, *strides[:-1])):
+        return None
+    return (*shape[:-1], shape[-1] // unit), (*(step // unit for step in strides[:-1]), 1), offset // unit
 
 
 def _traffic(moves: Mapping[str, Move], rank: int) -> Iterator[GroupTraffic]:
