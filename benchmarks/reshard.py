@@ -32,6 +32,7 @@ from transformers import Qwen2Config
 from lightning_verl import Actor, HybridStrategy
 from lightning_verl.data.experience import RolloutBatch
 from lightning_verl.models.compat import all_gather_flat
+from lightning_verl.resharding.executor import ReshardReport
 from lightning_verl.testing import char_tokenizer, tiny_config
 
 ROOT = Path(__file__).parents[1]
@@ -39,6 +40,8 @@ RESULTS = ROOT / "docs" / "benchmarks" / "reshard.json"
 PAGE = RESULTS.with_suffix(".md")
 COMMAND = "torchrun --nproc-per-node 2 benchmarks/reshard.py --output docs/benchmarks/reshard.json"
 BUCKET_BYTES = 256 * 2**20
+WARM_UP = 3
+"""Turns that do not count."""
 
 SHAPES = {
     "7B": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28},
@@ -61,6 +64,8 @@ class Moved:
     """Each parameter made whole with ``full_tensor`` and cut again."""
     bare_exchange_seconds: float | None
     """The same bytes, point to point each way or as one all-gather, from one buffer to another."""
+    link_share: float | None
+    """``ReshardReport.link_share``, the median of all repeats, of the rank with less."""
     extra_bytes: int | None
     """Memory at the peak beyond the rollout shard; None on CPUs."""
 
@@ -103,12 +108,12 @@ class Meter:
         self._device, self._repeats = device, repeats
 
     def medians(self, **functions: Callable[[], object]) -> dict[str, float]:
-        """Run all functions in turn, again and again, after one turn that does not count."""
+        """Run all functions in turn, again and again, after some turns that do not count."""
         times: dict[str, list[float]] = {name: [] for name in functions}
-        for turn in range(self._repeats + 1):
+        for turn in range(WARM_UP + self._repeats):
             for name, function in functions.items():
                 seconds = self._once(function)
-                if turn:
+                if turn >= WARM_UP:
                     times[name].append(seconds)
         return {name: statistics.median(values) for name, values in times.items()}
 
@@ -157,10 +162,11 @@ def _cheap_model(config: Any) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def rollout_once(strategy: HybridStrategy, actor: Actor) -> None:
+def rollout_once(strategy: HybridStrategy, actor: Actor) -> ReshardReport:
     """Enter and leave the rollout layout."""
     with strategy.rollout(actor):
         pass
+    return strategy.reshard_report  # type: ignore[return-value]
 
 
 def full_tensors(actor: Actor, parts: int, index: int) -> None:
@@ -180,11 +186,11 @@ def exchange(send: Tensor, receive: Tensor) -> None:
         work.wait()
 
 
-def largest(value: float, device: torch.device) -> int:
+def largest(value: float, device: torch.device) -> float:
     """The largest over ranks."""
     tensor = torch.tensor([value], dtype=torch.float64, device=device)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    return int(tensor)
+    return float(tensor)
 
 
 def extra_memory(strategy: HybridStrategy, actor: Actor, device: torch.device) -> int | None:
@@ -194,17 +200,19 @@ def extra_memory(strategy: HybridStrategy, actor: Actor, device: torch.device) -
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     with strategy.rollout(actor):
-        return largest(torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated(), device)
+        return int(largest(torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated(), device))
 
 
 def measure_case(case: str, shape: str, precision: str, repeats: int, rollout_tp: int, aligned: bool) -> Moved:
     """One update layout (FSDP2 over all ranks) to one rollout layout."""
     with actor_in(shape, precision, hybrid_engine_config={"rollout_tp": rollout_tp}) as (strategy, actor, _):
         device, rank, ranks = strategy.root_device, dist.get_rank(), dist.get_world_size()
-        rollout_once(strategy, actor)
-        received = largest(strategy.reshard_report.received_bytes, device)  # type: ignore[union-attr]
+        received = int(largest(rollout_once(strategy, actor).received_bytes, device))
         meter = Meter(device, repeats)
-        sides: dict[str, Callable[[], object]] = {"ours": lambda: rollout_once(strategy, actor)}
+        shares: list[Any] = []
+        sides: dict[str, Callable[[], object]] = {
+            "ours": lambda: shares.append(rollout_once(strategy, actor).link_share)
+        }
         if not aligned:
             sides["full"] = lambda: full_tensors(actor, rollout_tp, rank % rollout_tp)
             send = torch.ones(received, dtype=torch.uint8, device=device)
@@ -218,7 +226,8 @@ def measure_case(case: str, shape: str, precision: str, repeats: int, rollout_tp
         medians = meter.medians(**sides)
         sides.clear()
         extra = extra_memory(strategy, actor, device)
-        return Moved(case, received, medians["ours"], medians.get("full"), medians.get("bare"), extra)
+        share = -largest(-statistics.median(shares[WARM_UP:]), device)
+        return Moved(case, received, medians["ours"], medians.get("full"), medians.get("bare"), share, extra)
 
 
 @contextmanager
@@ -315,20 +324,24 @@ def page(result: Result) -> str:
         f"{result.versions['torch']}. Measured with `{COMMAND}`. All sides of a line ran in the same process; medians.",
         "",
         "| from, to | received by a rank | ours | `full_tensor` by parameter | bare exchange of the same bytes | "
-        "extra memory at the peak |",
-        "|---|---|---|---|---|---|",
+        "share of the link | extra memory at the peak |",
+        "|---|---|---|---|---|---|---|",
     ]
     for case in result.moved:
         full, bare = case.full_tensor_seconds, case.bare_exchange_seconds
         lines.append(
             f"| {case.case} | {case.received_bytes / 1e6:,.1f} MB | {case.seconds * 1e3:.1f} ms | "
-            f"{_times(full, case.seconds)} | {_times(bare, case.seconds)} | {_memory(case.extra_bytes)} |"
+            f"{_times(full, case.seconds)} | {_times(bare, case.seconds)} | {_share(case.link_share)} | "
+            f"{_memory(case.extra_bytes)} |"
         )
     trained = result.trained
     lines += [
         "",
         "Multiples are of our own time: above 1 the other way is slower. The bare exchange moves one buffer each "
-        "way, or is one all-gather where the rollout holds whole copies.",
+        "way, or is one all-gather where the rollout holds whole copies. The share of the link is the rate at which "
+        "bytes came while the weights moved, over that of a bare exchange of a bucket's bytes between the same ranks, "
+        "which each engine measures before its first resharding (`reshard_report.link_share`); our own time counts "
+        "entering and leaving the rollout too.",
         "",
         f"A forward and backward pass takes {trained.aligned_seconds / trained.default_seconds:.3f} times as long "
         f"with aligned shards ({trained.aligned_seconds * 1e3:.1f} ms) as with FSDP2's default "
@@ -341,6 +354,10 @@ def page(result: Result) -> str:
 
 def _times(other: float | None, own: float) -> str:
     return "" if other is None else f"{other * 1e3:.1f} ms ({other / own:.2f}x)"
+
+
+def _share(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"
 
 
 def _memory(extra: int | None) -> str:

@@ -215,7 +215,10 @@ class HybridDataFlow:
         Raises:
             ValueError: The strategy's layout has another number of tensor ranks.
         """
-        _check_layout("get_actor_for_rollout", "tp_size", tp_size, self.strategy.layout("rollout").tensor)
+        configured = self.strategy.layout("rollout").tensor
+        _check_layout(
+            "get_actor_for_rollout", "tp_size", tp_size, configured, 'hybrid_engine_config={"rollout_tp": %d}'
+        )
         return self.strategy.rollout(self.modules["actor"])
 
     def get_actor_for_update(self, dp_size: int | None = None) -> AbstractContextManager[nn.Module]:
@@ -224,7 +227,10 @@ class HybridDataFlow:
         Raises:
             ValueError: The strategy's layout has another number of shards.
         """
-        _check_layout("get_actor_for_update", "dp_size", dp_size, self.strategy.layout("actor").shards)
+        configured = self.strategy.layout("actor").shards
+        _check_layout(
+            "get_actor_for_update", "dp_size", dp_size, configured, 'parallelism_config={"actor": {"dp": %d}}'
+        )
         return self.strategy.update(self._wrapped["actor"])
 
     def call(self, hook: str, **arguments: Any) -> None:
@@ -437,6 +443,8 @@ class HybridDataFlow:
             self.metrics.mean("time/reshard", torch.tensor([report.seconds]))
             self.metrics.largest("reshard/received_bytes", report.received_bytes)
             self.metrics.largest("reshard/buffer_bytes", report.buffer_bytes)
+            if report.link_share is not None:
+                self.metrics.mean("reshard/link_share", torch.tensor([report.link_share]))
             self.call("on_weights_resharded", report=report)
 
     def step_metrics(self) -> dict[str, float]:
@@ -470,9 +478,9 @@ class HybridDataFlow:
             warnings.warn(f"HybridDataFlow: an update of the {role} was skipped, {reason}.", stacklevel=4)
 
 
-def _check_layout(method: str, name: str, given: int | None, actual: int) -> None:
-    if given is not None and given != actual:
+def _check_layout(method: str, name: str, given: int | None, configured: int, option: str) -> None:
+    if given is not None and given != configured:
         raise ValueError(
-            f"HybridDataFlow.{method} got {name}={given}, but the strategy's layout has {actual}; change the "
-            "strategy's parallelism_config or hybrid_engine_config, or leave it out."
+            f"HybridDataFlow.{method} got {name}={given}, but the strategy has {option % configured}, as configured or "
+            f"by default, and one such layout only. Use HybridStrategy({option % given}), or leave {name} out."
         )

@@ -139,9 +139,11 @@ def test_a_layout_of_another_size_is_refused() -> None:
     with pytest.raises(RuntimeError, match="not set up; call dataflow.setup"):
         flow.get_actor_for_rollout()
     flow.setup(fabric)
-    with pytest.raises(ValueError, match="get_actor_for_rollout got tp_size=2, but .* has 1"):
+    with pytest.raises(
+        ValueError, match=r'tp_size=2, but .*\{"rollout_tp": 1\}.*HybridStrategy\(.*\{"rollout_tp": 2\}\)'
+    ):
         flow.get_actor_for_rollout(tp_size=2)
-    with pytest.raises(ValueError, match="get_actor_for_update got dp_size=4, but .* has 1"):
+    with pytest.raises(ValueError, match=r'dp_size=4, but .*\{"dp": 1\}.*HybridStrategy\(.*\{"dp": 4\}\}\)'):
         flow.get_actor_for_update(dp_size=4)
     with flow.get_actor_for_rollout(tp_size=1) as engine:
         assert engine.generate([[3, 4]], SamplingParams(max_new_tokens=2)).weight_version == 0

@@ -29,7 +29,7 @@ from functools import cached_property
 from lightning_verl.planning.batch import BatchSizes, RoleBatch
 from lightning_verl.planning.model import Decoder, ParameterShape, RoleModel
 from lightning_verl.planning.shards import Placement, numel_on, received_bytes, rollout_bytes, same_grid
-from lightning_verl.resharding.executor import BUCKET_BYTES
+from lightning_verl.resharding.buckets import BUCKET_BYTES
 from lightning_verl.strategies.layout import RoleLayout
 
 RESHARDING = "resharding"

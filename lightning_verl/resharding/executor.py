@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_verl.resharding.planner import Region, TensorPlan, Transfer, local_shape, local_slices, split, volume
+from lightning_verl.resharding.buckets import BUCKET_BYTES, Bucket, Move, Slices, make_buckets, rectangles
+from lightning_verl.resharding.link import measure_link
+from lightning_verl.resharding.planner import local_shape, volume
 
-BUCKET_BYTES = 256 * 2**20
-"""Most bytes that one bucket sends and receives on a rank, taken together."""
+_BLOCK_BYTES = 2**28
+"""Most bytes of results that share one allocation, since memory in one piece may be hard to find."""
 
-
-@dataclass(frozen=True)
-class Move:
-    """One tensor on its way: where to, and as what."""
-
-    plan: TensorPlan
-    """Its transfers."""
-    dtype: torch.dtype
-    """What it is cast to, before it travels."""
-    may_alias: bool = True
-    """Whether the result may be the source tensor itself, where a rank wants just what it holds in this dtype."""
+_ALIGNMENT = 256
+"""Bytes that a result's address is a multiple of within its block."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +44,7 @@ class ReshardReport:
     """What one resharding cost on this rank."""
 
     seconds: float
-    """From the call until the last tensor was in place; on CUDA the device was waited for."""
+    """From the start until the report was asked for and, on CUDA, the device was through."""
     received_bytes: int
     """What came from other ranks."""
     copied_bytes: int
@@ -58,7 +52,10 @@ class ReshardReport:
     aliased_bytes: int
     """What needed neither: the result is the source tensor."""
     buffer_bytes: int
-    """Memory of the buckets, in use only meanwhile."""
+    """Memory of the buckets, in use only meanwhile: for what cannot travel from source to result as it lies there."""
+    link_bytes_per_second: float | None
+    """What a bare exchange between the same ranks brought this one, measured before the first resharding; None where
+    nothing comes from others."""
     groups: tuple[GroupTraffic, ...]
     """By kind of parameter, what travels; it is the same at every resharding."""
 
@@ -67,23 +64,10 @@ class ReshardReport:
         """Received bytes a second, 0 without any."""
         return self.received_bytes / self.seconds if self.received_bytes else 0.0
 
-
-@dataclass(frozen=True)
-class _Part:
-    """A rectangle of a local tensor that is sent or received."""
-
-    name: str
-    slices: tuple[slice, ...]
-
-    @cached_property
-    def shape(self) -> tuple[int, ...]:
-        """Of the rectangle."""
-        return tuple(part.stop - part.start for part in self.slices)
-
-    @cached_property
-    def elements(self) -> int:
-        """In the rectangle."""
-        return math.prod(self.shape)
+    @property
+    def link_share(self) -> float | None:
+        """``bytes_per_second`` as a share of the bare exchange's; None where there is none to compare with."""
+        return None if self.link_bytes_per_second is None else self.bytes_per_second / self.link_bytes_per_second
 
 
 @dataclass(frozen=True)
@@ -92,62 +76,192 @@ class _Want:
 
     name: str
     dtype: torch.dtype
-    shape: tuple[int, ...] | None
-    """Of its result; None where it wants nothing."""
+    shape: tuple[int, ...]
+    """Of its result."""
     in_place: bool
     """Whether it holds just that already."""
-    own: tuple[tuple[tuple[slice, ...], tuple[slice, ...]], ...]
+    own: tuple[tuple[Slices, Slices], ...]
     """What it copies to itself: rectangles of its source tensor and of its result."""
-
-    @classmethod
-    def of(cls, name: str, move: Move, rank: int) -> _Want:
-        """Read it from a plan."""
-        held, need = move.plan.held(rank), move.plan.needed(rank)
-        regions = [transfer.region for transfer in move.plan.receives(rank) if transfer.source == rank]
-        pairs = (zip(_rectangles(region, held), _rectangles(region, need), strict=True) for region in regions)
-        shape = local_shape(need) if need else None
-        return cls(
-            name, move.dtype, shape, move.may_alias and held == need, tuple(itertools.chain.from_iterable(pairs))
-        )
-
-
-@dataclass(frozen=True)
-class _Bucket:
-    """One exchange, seen from this rank: what it packs, rank after rank, and what it unpacks."""
-
-    dtype: torch.dtype
-    sends: tuple[_Part, ...]
-    receives: tuple[_Part, ...]
-    send_sizes: tuple[int, ...]
-    """Elements that go to each rank of the group."""
-    receive_sizes: tuple[int, ...]
-    """Elements that come from each rank of the group."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both buffers."""
-        return (sum(self.send_sizes) + sum(self.receive_sizes)) * self.dtype.itemsize
+        """Of its result."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, name: str, move: Move, rank: int) -> _Want:
+        """Read it from the plan of a tensor that the rank wants a part of."""
+        held, need = move.plan.held(rank), move.plan.needed(rank)
+        regions = [transfer.region for transfer in move.plan.receives(rank) if transfer.source == rank]
+        pairs = (zip(rectangles(region, held), rectangles(region, need), strict=True) for region in regions)
+        own = tuple(itertools.chain.from_iterable(pairs))
+        return cls(name, move.dtype, local_shape(need), move.may_alias and held == need, own)
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A share of one tensor's transfers: each of them is divided by ``count``, and this is number ``index``."""
+_View = tuple[tuple[int, ...], tuple[int, ...], int]
+"""What ``Tensor.as_strided`` takes: shape, strides, offset. One call, where slicing is one for each dim."""
 
-    name: str
-    count: int
-    index: int
+_Copy = tuple[str | None, _View, Tensor | _View, bool]
+"""To which result (None: the buffer) and where; from which tensor, or where in the buffer; whether as 8-byte words."""
+
+
+class _Copies:
+    """Copies that are made together, each from a source tensor or a place of a buffer to a place of a result or buffer.
+
+    Those without gaps are apart from the others: CUDA makes them in one go.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: tuple[list[_Copy], list[_Copy]] = ([], [])
+
+    def add(self, target: str | None, view: _View, source: Tensor | _View, dtype: torch.dtype) -> None:
+        """Add one to a place of a result, or (None) of the buffer, which have this dtype."""
+        origin = source if isinstance(source, tuple) else _view_of(source)
+        dense = all(_whole(shape, 0)[1] == strides for shape, strides, _ in (view, origin))
+        same = isinstance(source, tuple) or source.dtype == dtype
+        words = [_in_words(place, dtype.itemsize) if same and not dense else None for place in (view, origin)]
+        if words[0] is not None and words[1] is not None:
+            source = words[1] if isinstance(source, tuple) else source.view(torch.int64)
+            self._kinds[1].append((target, words[0], source, True))
+        else:
+            self._kinds[not dense].append((target, view, source, False))
+
+    def make(self, results: Mapping[str, Tensor], buffer: Tensor | None = None) -> None:
+        """Make them, and cast; a call for each would take longer than the copies."""
+        memory: dict[Any, Tensor] = {**results} if buffer is None else {**results, None: buffer}
+
+        def place(name: str | None, view: _View, in_words: bool) -> Tensor:
+            return (memory[name].view(torch.int64) if in_words else memory[name]).as_strided(*view)
+
+        for copies in self._kinds:
+            if copies:
+                torch._foreach_copy_(
+                    [place(target, view, in_words) for target, view, _, in_words in copies],
+                    [s if isinstance(s, Tensor) else place(None, s, in_words) for _, _, s, in_words in copies],
+                )
+
+
+@dataclass
+class _Block:
+    """Memory that some results of one dtype share: allocations cost the host more than views."""
+
+    dtype: torch.dtype
+    elements: int = 0
+    views: dict[str, _View] = field(default_factory=dict)
+    """The results, by name."""
+
+    def add(self, want: _Want) -> _View:
+        """Make room for a result, aligned like an allocation of its own."""
+        view = _whole(want.shape, self.elements)
+        self.views[want.name] = view
+        self.elements += _room_for(want)
+        return view
+
+    def make(self, results: dict[str, Tensor], device: torch.device) -> None:
+        """Allocate it, and put the results into ``results``."""
+        memory = torch.empty(self.elements, dtype=self.dtype, device=device)
+        for name, view in self.views.items():
+            results[name] = memory.as_strided(*view)
+
+
+class _Exchange:
+    """A bucket, bound to the tensors that this rank sends it from.
+
+    Args:
+        bucket: The bucket.
+        tensors: The source tensors.
+        places: Where in their blocks the results lie.
+    """
+
+    def __init__(self, bucket: Bucket, tensors: Mapping[str, Tensor], places: Mapping[str, _View]) -> None:
+        self.dtype = bucket.dtype
+        self.sends: list[tuple[int, Tensor | _View]] = []
+        """To which rank goes what: a source as it lies, or what is in a place of the buffer."""
+        self.receives: list[tuple[int, str | None, _View]] = []
+        """From which rank comes what, into a place of which result; None for the buffer."""
+        self.packed, self.unpacked = _Copies(), _Copies()
+        """From sources to the buffer, and from there to results."""
+        filled = 0
+        for message in bucket.sends:
+            sources = [tensors[part.name][part.slices] for part in message.parts]
+            if len(sources) == 1 and sources[0].is_contiguous() and sources[0].dtype == bucket.dtype:
+                self.sends.append((message.peer, sources[0]))
+                continue
+            self.sends.append((message.peer, _flat(message.elements, filled)))
+            for source in sources:
+                self.packed.add(None, _whole(source.shape, filled), source, bucket.dtype)
+                filled += source.numel()
+        for message in bucket.receives:
+            if message.contiguous:
+                name, offset = message.parts[0].name, _inside(places[message.parts[0].name], message.parts[0].slices)[2]
+                self.receives.append((message.peer, name, _flat(message.elements, offset)))
+                continue
+            self.receives.append((message.peer, None, _flat(message.elements, filled)))
+            for part in message.parts:
+                place = _inside(places[part.name], part.slices)
+                self.unpacked.add(part.name, place, _whole(part.shape, filled), bucket.dtype)
+                filled += part.elements
+        self.buffer_bytes = filled * bucket.dtype.itemsize
+        """Memory for what is packed and unpacked."""
+
+
+class _Binding:
+    """What follows from the tensors that are moved, but not from their values: the next time they are the same.
+
+    Args:
+        buckets: What is exchanged.
+        wants: What this rank wants.
+        tensors: The source tensors.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], wants: Iterable[_Want], tensors: Mapping[str, Tensor]) -> None:
+        self._sources = _identities(tensors)
+        self.device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
+        tensors = {name: tensor if tensor.dim() else tensor.view(1) for name, tensor in tensors.items()}
+        self.kept: dict[str, Tensor] = {}
+        """The results that are the source tensors themselves."""
+        fresh: dict[str, _Want] = {}
+        for want in wants:
+            if want.in_place and tensors[want.name].dtype == want.dtype:
+                self.kept[want.name] = tensors[want.name]
+            else:
+                fresh[want.name] = want
+        self.kept_bytes = sum(tensor.nbytes for tensor in self.kept.values())
+        self.made_bytes = sum(want.nbytes for want in fresh.values())
+        self.steps: list[tuple[list[_Block], _Exchange]] = []
+        """The buckets, each with the results that get their first part in it."""
+        places: dict[str, _View] = {}
+        left = dict(fresh)
+        for bucket in buckets:
+            names = dict.fromkeys(part.name for message in bucket.receives for part in message.parts)
+            blocks = _blocks([left.pop(name) for name in names if name in left], places)
+            self.steps.append((blocks, _Exchange(bucket, tensors, places)))
+        self.blocks = _blocks(left.values(), places)
+        """The results that nothing is received for."""
+        self.own = _Copies()
+        """What this rank copies to itself, from sources to results."""
+        for want in fresh.values():
+            for source, target in want.own:
+                self.own.add(want.name, _inside(places[want.name], target), tensors[want.name][source], want.dtype)
+        self.slot_bytes = max((exchange.buffer_bytes for _, exchange in self.steps), default=0)
+
+    def fits(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether these are the same tensors, in the same memory."""
+        return self._sources == _identities(tensors)
 
 
 class Resharder:
     """Moves a set of tensors by their plans, again and again.
 
-    Everything that does not depend on the tensors' values is derived once. Two buckets are in flight on CUDA: while
-    one is exchanged, the next is packed and the one before is unpacked. The exchange is ``all_to_all_single``.
+    Everything that does not depend on the tensors' values is derived once. A bucket is exchanged point to point, in
+    one group of messages. A large part is sent from where it lies, if it has no gaps there and its dtype is the one
+    that travels, and received where it belongs, if it has no gaps there; else it goes through a buffer. Two buckets are
+    in flight: while one is exchanged, the next is packed and the one before is unpacked.
 
     Args:
         moves: By name. The same on every rank, in the same order.
         group: All ranks of the plans' grids; None if there is only this one.
-        bucket_bytes: Most bytes that one bucket sends and receives on a rank, taken together.
+        bucket_bytes: Most bytes of one bucket that go through buffers on a rank, sent and received ones together.
 
     Raises:
         ValueError: ``bucket_bytes`` is not positive.
@@ -158,171 +272,171 @@ class Resharder:
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"Resharder got bucket_bytes={bucket_bytes}; a bucket holds at least one byte.")
-        self._moves = dict(moves)
         self._group = group
-        self._rank = dist.get_rank() if group is not None else 0
-        ranks = dist.get_process_group_ranks(group) if group is not None else [0]
-        self._buckets = [
-            _bucket([(piece, self._moves[piece.name]) for piece in pieces], ranks, self._rank)
-            for pieces in _fill_buckets(self._moves, bucket_bytes)
-        ]
-        self._wants = [_Want.of(name, move, self._rank) for name, move in self._moves.items()]
-        self._kinds = tuple(_traffic(self._moves, self._rank))
-        self._received = sum(group.received_bytes for group in self._kinds)
+        rank = dist.get_rank() if group is not None else 0
+        self._buckets = make_buckets(moves, rank, bucket_bytes)
+        self._wants = [_Want.of(name, move, rank) for name, move in moves.items() if move.plan.needed(rank)]
+        self._scalars = [want.name for want in self._wants if not moves[want.name].plan.shape]
+        self._kinds = tuple(_traffic(moves, rank))
+        self._received = sum(kind.received_bytes for kind in self._kinds)
+        self._binding: _Binding | None = None
+        self._link: float | None = None
+        self._started = 0.0
 
-    def run(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], ReshardReport]:
+    def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Move tensors (a collective call).
+
+        On CUDA they are on their way when this returns, and in place for what follows on the current stream. Views of
+        the source tensors are kept for the next time, as long as they are the same.
 
         Args:
             tensors: This rank's parts at the source, by name; one of a grid that this rank is not in may be missing.
 
         Returns:
-            This rank's parts at the target, by name, and what it cost.
+            This rank's parts at the target, by name.
         """
-        started = time.perf_counter()
-        tensors = {name: tensor if tensor.dim() else tensor.view(1) for name, tensor in tensors.items()}
-        device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
-        results, fresh = self._allocate(tensors, device)
-        size = max((bucket.nbytes for bucket in self._buckets), default=0)
-        slots = [_Slot(size, device) for _ in self._buckets[:2]]
-        lanes = _Lanes(device)
-        for number, bucket in enumerate(self._buckets):
-            slot = slots[number % 2]
-            with lanes.packing(slot):
-                self._exchange(bucket, tensors, slot)
-            with lanes.unpacking(slot):
-                _unpack(bucket, slot, results)
-        _copy(
-            [results[want.name][target] for want in fresh for _, target in want.own],
-            [tensors[want.name][source] for want in fresh for source, _ in want.own],
-        )
-        lanes.join()
-        report = self._report(started, results, fresh, sum(slot.buffer.nbytes for slot in slots))
-        scalars = {name: results[name].view(()) for name in results if not self._moves[name].plan.shape}
-        return {**results, **scalars}, report
+        first = self._binding is None
+        if self._binding is None or not self._binding.fits(tensors):
+            self._binding = _Binding(self._buckets, self._wants, tensors)
+        binding = self._binding
+        if self._group is not None and binding.device.type == "cpu":
+            dist.barrier(self._group)  # gloo records no messages between two ranks: a rank that is missing shows here
+        if first and self._group is not None:
+            self._link = measure_link(self._buckets, self._group, binding.device)
+        self._started = time.perf_counter()
+        results = dict(binding.kept)
+        slots = [_Slot(binding) for _ in binding.steps[:2]]
+        with _beside(binding.device) as beside:
+            finish = None
+            for number, (blocks, exchange) in enumerate(binding.steps):
+                for block in blocks:
+                    block.make(results, binding.device)
+                slot = slots[number % 2]
+                self._start(exchange, slot, results)
+                if finish is not None:
+                    finish()
+                finish = functools.partial(_finish, exchange, slot, results)
+            for block in binding.blocks:
+                block.make(results, binding.device)
+            with torch.cuda.stream(beside):
+                binding.own.make(results)
+            if finish is not None:
+                finish()
+        for name in self._scalars:
+            results[name] = results[name].view(())
+        return results
 
-    def _allocate(self, tensors: Mapping[str, Tensor], device: torch.device) -> tuple[dict[str, Tensor], list[_Want]]:
-        """The results, and which of them are not the source tensors themselves."""
-        results: dict[str, Tensor] = {}
-        fresh: list[_Want] = []
-        for want in self._wants:
-            source = tensors.get(want.name)
-            if want.in_place and source is not None and source.dtype == want.dtype:
-                results[want.name] = source
-            elif want.shape is not None:
-                results[want.name] = torch.empty(want.shape, dtype=want.dtype, device=device)
-                fresh.append(want)
-        return results, fresh
-
-    def _exchange(self, bucket: _Bucket, tensors: Mapping[str, Tensor], slot: _Slot) -> None:
-        """Pack what others want and start the exchange."""
-        send, receive = slot.divide(bucket)
-        sources = [tensors[part.name][part.slices] for part in bucket.sends]
-        _copy(_rooms(send, bucket.sends), sources)
-        width = bucket.dtype.itemsize  # as bytes: not every backend knows every dtype
-        slot.work = dist.all_to_all_single(
-            receive.view(torch.uint8),
-            send.view(torch.uint8),
-            [size * width for size in bucket.receive_sizes],
-            [size * width for size in bucket.send_sizes],
-            group=self._group,
-            async_op=True,
-        )
-
-    def _report(
-        self, started: float, results: Mapping[str, Tensor], fresh: Sequence[_Want], buffers: int
-    ) -> ReshardReport:
-        if results and next(iter(results.values())).is_cuda:
+    def report(self) -> ReshardReport:
+        """What the last run cost, once it is through: on CUDA this waits for what the current stream does."""
+        binding = self._binding
+        if binding is None:
+            raise RuntimeError("Resharder.report has nothing to tell before the first run; call run.")
+        if binding.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        made = sum(results[want.name].nbytes for want in fresh)
-        everything = sum(result.nbytes for result in results.values())
         return ReshardReport(
-            seconds=time.perf_counter() - started,
+            seconds=time.perf_counter() - self._started,
             received_bytes=self._received,
-            copied_bytes=made - self._received,
-            aliased_bytes=everything - made,
-            buffer_bytes=buffers,
+            copied_bytes=binding.made_bytes - self._received,
+            aliased_bytes=binding.kept_bytes,
+            buffer_bytes=len(binding.steps[:2]) * binding.slot_bytes,
+            link_bytes_per_second=self._link,
             groups=self._kinds,
         )
 
+    def _start(self, exchange: _Exchange, slot: _Slot, results: Mapping[str, Tensor]) -> None:
+        """Pack what others want and start the exchange."""
+        buffer = slot.memory.view(exchange.dtype)
+        exchange.packed.make(results, buffer)
+        operations = []
+        for peer, sent in exchange.sends:
+            tensor = sent if isinstance(sent, Tensor) else buffer.as_strided(*sent)
+            operations.append(dist.P2POp(dist.isend, tensor, peer, self._group))
+        for peer, name, view in exchange.receives:
+            tensor = (buffer if name is None else results[name]).as_strided(*view)
+            operations.append(dist.P2POp(dist.irecv, tensor, peer, self._group))
+        slot.works = dist.batch_isend_irecv(operations) if operations else []
+
 
 class _Slot:
-    """The memory of one bucket in flight, and what still uses it."""
+    """The memory of one bucket in flight, and the exchange that uses it.
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        self.work: dist.Work | None = None
-        self.free: torch.cuda.Event | None = None
+    Args:
+        binding: Knows how much.
+    """
 
-    def divide(self, bucket: _Bucket) -> tuple[Tensor, Tensor]:
-        """A buffer to send from and one to receive into."""
-        whole = self.buffer[: bucket.nbytes].view(bucket.dtype)
-        send, receive = whole.split([sum(bucket.send_sizes), sum(bucket.receive_sizes)])
-        return send, receive
+    def __init__(self, binding: _Binding) -> None:
+        self.memory = torch.empty(-(-binding.slot_bytes // 8), dtype=torch.int64, device=binding.device)
+        self.works: list[dist.Work] = []
 
 
-class _Lanes:
-    """Two CUDA streams beside the current one, for packing and for unpacking; on the CPU everything is in order."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
-        if self._on_cuda:
-            self._pack, self._unpack = torch.cuda.Stream(device), torch.cuda.Stream(device)
-            for stream in (self._pack, self._unpack):  # they see what the current one has done
-                stream.wait_stream(torch.cuda.current_stream())
-
-    def join(self) -> None:
-        """Let the current stream see what both have done; memory of theirs may be reused from then on."""
-        if self._on_cuda:
-            torch.cuda.current_stream().wait_stream(self._pack)
-            torch.cuda.current_stream().wait_stream(self._unpack)
-
-    @contextmanager
-    def packing(self, slot: _Slot) -> Iterator[None]:
-        """Pack and start an exchange once the slot is free."""
-        if not self._on_cuda:
-            yield
-            return
-        with torch.cuda.stream(self._pack):
-            if slot.free is not None:
-                slot.free.wait()
-            yield
-
-    @contextmanager
-    def unpacking(self, slot: _Slot) -> Iterator[None]:
-        """Unpack once the exchange is through, and free the slot."""
-        if not self._on_cuda:
-            _wait(slot)
-            yield
-            return
-        with torch.cuda.stream(self._unpack):
-            _wait(slot)
-            yield
-            slot.free = torch.cuda.Event()
-            slot.free.record()
+def _finish(exchange: _Exchange, slot: _Slot, results: Mapping[str, Tensor]) -> None:
+    """Wait for an exchange and unpack: the host does on the CPU, the current stream on CUDA."""
+    for work in slot.works:
+        work.wait()
+    exchange.unpacked.make(results, slot.memory.view(exchange.dtype))
 
 
-def _wait(slot: _Slot) -> None:
-    """Wait for the exchange: the host does on the CPU, on CUDA the current stream does."""
-    if slot.work is not None:
-        slot.work.wait()
+@contextmanager
+def _beside(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
+    """A CUDA stream beside the current one, which sees what that did before and is waited for; None on the CPU."""
+    if device.type != "cuda":
+        yield None
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream())
+    yield stream
+    torch.cuda.current_stream().wait_stream(stream)
 
 
-def _unpack(bucket: _Bucket, slot: _Slot, results: Mapping[str, Tensor]) -> None:
-    targets = [results[part.name][part.slices] for part in bucket.receives]
-    _copy(targets, _rooms(slot.divide(bucket)[1], bucket.receives))
+def _blocks(wants: Iterable[_Want], places: dict[str, _View]) -> list[_Block]:
+    """Divide results into blocks, and note where they lie; one above the limit of a block has its own."""
+    blocks: list[_Block] = []
+    for want in sorted(wants, key=lambda want: str(want.dtype)):
+        size = _room_for(want) * want.dtype.itemsize
+        last = blocks[-1] if blocks else None
+        if last is None or last.dtype != want.dtype or last.elements * want.dtype.itemsize + size > _BLOCK_BYTES:
+            blocks.append(_Block(want.dtype))
+        places[want.name] = blocks[-1].add(want)
+    return blocks
 
 
-def _rooms(buffer: Tensor, parts: Sequence[_Part]) -> list[Tensor]:
-    """A buffer as one tensor for each part, in its shape."""
-    flat = buffer.split([part.elements for part in parts])
-    return [room.view(part.shape) for part, room in zip(parts, flat, strict=True)]
+def _room_for(want: _Want) -> int:
+    """Elements of a result, rounded up so that the next one is aligned."""
+    unit = _ALIGNMENT // want.dtype.itemsize
+    return -(-math.prod(want.shape) // unit) * unit
 
 
-def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy many tensors, casting them: one call, since the calls would take longer than the copies."""
-    if targets:
-        torch._foreach_copy_(targets, sources)
+def _whole(shape: Sequence[int], offset: int) -> _View:
+    return tuple(shape), torch.empty(shape, device="meta").stride(), offset
+
+
+def _view_of(tensor: Tensor) -> _View:
+    return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+
+
+def _flat(elements: int, offset: int) -> _View:
+    return (elements,), (1,), offset
+
+
+def _inside(whole: _View, slices: Slices) -> _View:
+    """A rectangle of a view."""
+    _, strides, offset = whole
+    shape = tuple(part.stop - part.start for part in slices)
+    return shape, strides, offset + sum(part.start * step for part, step in zip(slices, strides, strict=True))
+
+
+def _identities(tensors: Mapping[str, Tensor]) -> tuple[list[str], list[int]]:
+    """Names and memory. What has the memory of a tensor that is kept is that tensor."""
+    return list(tensors), [tensor.data_ptr() for tensor in tensors.values()]
+
+
+def _in_words(view: _View, itemsize: int) -> _View | None:
+    """A view in numbers of 8 bytes, if its rows allow it: where they have gaps CUDA copies number by number."""
+    shape, strides, offset = view
+    unit = max(8 // itemsize, 1)
+    if itemsize > 8 or strides[-1] != 1 or any(n % unit for n in (shape[-1], offset, *strides[:-1])):
+        return None
+    return (*shape[:-1], shape[-1] // unit), (*(step // unit for step in strides[:-1]), 1), offset // unit
 
 
 def _traffic(moves: Mapping[str, Move], rank: int) -> Iterator[GroupTraffic]:
@@ -332,59 +446,3 @@ def _traffic(moves: Mapping[str, Move], rank: int) -> Iterator[GroupTraffic]:
     for kind, members in kinds.items():
         wanted = sum(volume(move.plan.needed(rank)) * move.dtype.itemsize for move in members)
         yield GroupTraffic(kind, wanted, sum(move.plan.received(rank) * move.dtype.itemsize for move in members))
-
-
-def _fill_buckets(moves: Mapping[str, Move], limit: int) -> Iterator[list[_Piece]]:
-    """Divide tensors into buckets, the same on every rank.
-
-    The busiest rank decides how much of a tensor fits. A bucket has one dtype. A transfer is cut along its longest dim
-    only, so that a limit below one slice of it is passed over.
-    """
-    for _, group in itertools.groupby(sorted(moves, key=lambda name: str(moves[name].dtype)), lambda n: moves[n].dtype):
-        pieces: list[_Piece] = []
-        filled = 0
-        for name in group:
-            size = moves[name].plan.largest * moves[name].dtype.itemsize
-            count = -(-size // limit)
-            for index in range(count):
-                if pieces and filled + -(-size // count) > limit:
-                    yield pieces
-                    pieces, filled = [], 0
-                pieces.append(_Piece(name, count, index))
-                filled += -(-size // count)
-        if pieces:
-            yield pieces
-
-
-def _bucket(pieces: Sequence[tuple[_Piece, Move]], ranks: Sequence[int], own: int) -> _Bucket:
-    """What this rank packs and unpacks of some pieces: rank after rank, and for each of them piece after piece."""
-    sends: dict[int, list[_Part]] = {rank: [] for rank in ranks}
-    receives: dict[int, list[_Part]] = {rank: [] for rank in ranks}
-    for piece, move in pieces:
-        for transfer in move.plan.sends(own):
-            sends[transfer.target].extend(_parts(piece, transfer, move.plan.held(own)))
-        for transfer in move.plan.receives(own):
-            if transfer.source != own:
-                receives[transfer.source].extend(_parts(piece, transfer, move.plan.needed(own)))
-    return _Bucket(
-        dtype=pieces[0][1].dtype,
-        sends=tuple(part for rank in ranks for part in sends[rank]),
-        receives=tuple(part for rank in ranks for part in receives[rank]),
-        send_sizes=tuple(sum(part.elements for part in sends[rank]) for rank in ranks),
-        receive_sizes=tuple(sum(part.elements for part in receives[rank]) for rank in ranks),
-    )
-
-
-def _parts(piece: _Piece, transfer: Transfer, local: Region) -> Iterator[_Part]:
-    """The rectangles of one piece of a transfer in the tensor that holds ``local``.
-
-    Both ends list them alike: an interval of the region lies in one interval of what either of them holds.
-    """
-    region = split(transfer.region, piece.count, piece.index)
-    for slices in _rectangles(region, local) if region else ():
-        yield _Part(piece.name, slices)
-
-
-def _rectangles(region: Region, local: Region) -> list[tuple[slice, ...]]:
-    dims = [[slice(*interval) for interval in intervals] for intervals in local_slices(region, local)]
-    return list(itertools.product(*dims))

@@ -20,6 +20,9 @@ Interval = tuple[int, int]
 Region = tuple[tuple[Interval, ...], ...]
 """For each dim the intervals that a rank holds, ascending; the product of them is held, in this order."""
 
+_LONG = 64
+"""So many indices in each part make parts equal enough: the longest is at most 1/64 above the mean."""
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -163,16 +166,6 @@ class TensorPlan:
         need, held = self.needed(rank), self.held(rank)
         return volume(need) - volume(intersect(need, held))
 
-    @cached_property
-    def largest(self) -> int:
-        """The most elements that a rank sends and receives, taken together."""
-        load: dict[int, int] = {}
-        for transfer in self.transfers():
-            if transfer.source != transfer.target:
-                for rank in (transfer.source, transfer.target):
-                    load[rank] = load.get(rank, 0) + volume(transfer.region)
-        return max(load.values(), default=0)
-
     def _given(self, held: Region) -> list[Transfer]:
         """Who gives which part of one held region to whom: of its holders, the one that has given least so far."""
         if held not in self._of_holder:
@@ -209,9 +202,14 @@ def intersect(a: Region, b: Region) -> Region:
 
 
 def split(region: Region, parts: int, index: int) -> Region:
-    """One of equally long parts of a region, cut along its longest dim; ``()`` where nothing is left for it."""
+    """One of equally long parts of a region; ``()`` where nothing is left for it.
+
+    It is cut along the first dim that is long enough for parts of about equal length, so that they have no gaps in
+    memory where the region has none; else along the longest.
+    """
     lengths = [sum(stop - start for start, stop in intervals) for intervals in region]
-    dim = lengths.index(max(lengths))
+    long = [dim for dim, length in enumerate(lengths) if length >= _LONG * parts]
+    dim = long[0] if long else lengths.index(max(lengths))
     part = _cut(region[dim], Cut("", dim), parts, index)
     return (*region[:dim], part, *region[dim + 1 :]) if part else ()
 

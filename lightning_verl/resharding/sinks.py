@@ -48,13 +48,15 @@ class RolloutModule:
         memo.update((id(buffer), buffer) for buffer in model.buffers())
         self.module: Any = _without_adapters(copy.deepcopy(model, memo))
         self.module.requires_grad_(False)
-        self._places: dict[str, list[tuple[nn.Module, str]]] = {}
-        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        for owner in self.module.modules():
-            for key, parameter in owner._parameters.items():
-                if parameter is not None:
-                    self._places.setdefault(names[id(parameter)], []).append((owner, key))
         self._empty = dict(self.module.named_parameters())
+        self._filled: dict[str, nn.Parameter] = {}
+        names = {id(parameter): name for name, parameter in self._empty.items()}
+        self._places = [
+            (owner._parameters, key, names[id(parameter)])
+            for owner in self.module.modules()
+            for key, parameter in owner._parameters.items()
+            if parameter is not None
+        ]
         self.shapes = {name: tuple(parameter.shape) for name, parameter in self.module.named_parameters()}
         """The whole shapes of the parameters; tied ones once, by their first name."""
 
@@ -64,16 +66,23 @@ class RolloutModule:
         Args:
             tensors: One for each name in ``shapes``.
         """
-        for name, places in self._places.items():
-            parameter = nn.Parameter(tensors[name], requires_grad=False)
-            for owner, key in places:
-                owner._parameters[key] = parameter
+        for name, tensor in tensors.items():
+            if name in self._filled:
+                self._filled[name].data = tensor
+            else:  # one of another device cannot take the memory in
+                self._filled[name] = nn.Parameter(tensor, requires_grad=False)
+                self._nothing = tensor.new_empty(0)
+        self._put(self._filled)
 
     def drop(self) -> None:
         """Give the weights back: the parameters are on the meta device again."""
-        for name, places in self._places.items():
-            for owner, key in places:
-                owner._parameters[key] = self._empty[name]
+        for parameter in self._filled.values():
+            parameter.data = self._nothing
+        self._put(self._empty)
+
+    def _put(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        for places, key, name in self._places:
+            places[key] = parameters[name]
 
 
 def plain_name(name: str) -> str:

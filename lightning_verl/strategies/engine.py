@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from lightning_verl.parallel.expert import check_experts, dispatch_experts, expert_modules
 from lightning_verl.parallel.rollout import RolloutCut, cut_forwards, rollout_cuts
 from lightning_verl.parallel.tensor import check_tensor_parallel
-from lightning_verl.resharding.executor import Move, Resharder, ReshardReport
+from lightning_verl.resharding.buckets import Move
+from lightning_verl.resharding.executor import Resharder, ReshardReport
 from lightning_verl.resharding.layouts import layout_of, local_part
 from lightning_verl.resharding.planner import Cut, TensorLayout, plan_tensor
 from lightning_verl.resharding.sinks import RolloutModule, merge, plain_name
@@ -36,10 +37,16 @@ class HybridEngine:
     Args:
         strategy: Knows the layouts and groups.
         model: The actor's model, on its device and not yet cut.
-        bucket_bytes: Most bytes that one bucket of a resharding sends and receives on a rank.
-        weights: How the rollout engine gets them. ``"shared"``: it generates with the rollout module. Else it has its
-            own and takes whole tensors, which every rank then holds until they are handed over: ``"merged"`` with
-            LoRA adapters added to them, ``"adapter"`` with adapters beside them.
+            tensors = resharder.run({name: local_part(p) for name, p in self._sources.items()})
+            for adapter in self._view.adapters:
+                a, b = tensors.pop(adapter.a), tensors.pop(adapter.b)
+                if self._merges:
+                    merge(tensors[adapter.weight], a, b, adapter)
+                else:
+                    self._adapters |= {adapter.a: a, adapter.b: adapter.scale * b}
+            self._view.fill(tensors)
+            del tensors
+            self.report = resharder.report()
 
     Raises:
         ValueError: The model cannot be cut over the rollout's tensor ranks, or has adapters that cannot be merged.
@@ -115,6 +122,7 @@ class HybridEngine:
         self._sources = self._sources or {plain_name(n): p for n, p in self._trained.named_parameters()}
         with self._strategy.phase("actor", "reshard"), torch.no_grad():
             resharder = self._resharder = self._resharder or self._plan()
+<<<<<<< HEAD
             tensors, self.report = resharder.run({name: local_part(p) for name, p in self._sources.items()})
         for adapter in self._view.adapters:
             a, b = tensors.pop(adapter.a), tensors.pop(adapter.b)
@@ -124,6 +132,14 @@ class HybridEngine:
                 self._adapters |= {adapter.a: a, adapter.b: adapter.scale * b}
         self._view.fill(tensors)
         del tensors
+=======
+            tensors = resharder.run({name: local_part(p) for name, p in self._sources.items()})
+            for adapter in self._view.adapters:
+                merge(tensors[adapter.weight], tensors.pop(adapter.a), tensors.pop(adapter.b), adapter)
+            self._view.fill(tensors)
+            del tensors
+            self.report = resharder.report()
+>>>>>>> reshard
         try:
             yield
         finally:
@@ -155,7 +171,7 @@ class HybridEngine:
             if name in wanted:
                 plan = plan_tensor(tuple(parameter.shape), self._source(parameter), wanted[name])
                 cast = dtype if name in self._view.shapes else parameter.dtype
-                moves[name] = Move(plan, cast, may_alias=name not in adapted)
+                moves[name] = Move(plan, cast, is_cast=cast != parameter.dtype, may_alias=name not in adapted)
         return Resharder(moves, self._strategy.group("actor", "reshard"), self._bucket_bytes)
 
     def _source(self, parameter: Tensor) -> TensorLayout:

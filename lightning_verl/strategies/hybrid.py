@@ -25,7 +25,8 @@ from lightning_verl.parallel.checkpointing import ActivationCheckpointing, apply
 from lightning_verl.parallel.expert import ExpertAxes, check_experts, cut_experts, shard_experts
 from lightning_verl.parallel.fsdp import apply_fsdp, no_gradient_sync, reshard
 from lightning_verl.parallel.tensor import apply_tensor_parallel, models_to_cut
-from lightning_verl.resharding.executor import BUCKET_BYTES, ReshardReport
+from lightning_verl.resharding.buckets import BUCKET_BYTES
+from lightning_verl.resharding.executor import ReshardReport
 from lightning_verl.strategies import checkpoint
 from lightning_verl.strategies.clipping import clip_by_true_norm
 from lightning_verl.strategies.experts import expert_axes
@@ -61,7 +62,7 @@ class HybridStrategy(ModelParallelStrategy):
             states and gradients in host memory during rollouts.
         enable_3d_hybrid: Whether the actor generates in a layout of its own, with its weights resharded for the
             rollout. False gathers them in the update layout instead.
-        reshard_bucket_bytes: Most bytes that one bucket of a resharding sends and receives on a rank; two are in
+        reshard_bucket_bytes: Most bytes of one bucket of a resharding that go through buffers on a rank; two are in
             flight.
         activation_checkpointing: ``"selective"``, ``"full"``, a list of module-name suffixes or None; a role's own
             wins.

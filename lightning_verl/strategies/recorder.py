@@ -22,7 +22,7 @@ class Collective:
     purpose: str
     """The group's description, such as ``"critic/reduce:[0, 1]"``."""
     number: int
-    """It is the group's how-manieth, from 1."""
+    """It is the group's how-manieth, from 1; exchanges between pairs of ranks are counted apart."""
     age: float
     """Seconds since it was issued."""
     timeout: float
@@ -51,7 +51,8 @@ def backlog() -> dict[str, int]:
     """NCCL groups with unfinished collectives, and the number of the last one that has finished; asks CUDA nothing."""
     status = _dump(True, False, False).get("pg_status", {})
     finished = {group: int(state["last_completed_collective"]) for group, state in status.items()}
-    return {group: done for group, done in finished.items() if int(status[group]["last_enqueued_collective"]) > done}
+    # Exchanges between pairs have lower numbers of their own, so that "other" is all that can be said.
+    return {group: done for group, done in finished.items() if int(status[group]["last_enqueued_collective"]) != done}
 
 
 def _dump(nccl: bool, collectives: bool, active: bool) -> dict[str, Any]:
@@ -67,10 +68,11 @@ def _collectives(trace: dict[str, Any]) -> list[Collective]:
             name=entry["profiling_name"],
             group=entry["process_group"][0],
             purpose=entry["process_group"][1],
-            number=entry["collective_seq_id"],
+            number=entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"],
             age=(now - entry["time_created_ns"]) / 1e9,
             timeout=entry["timeout_ms"] / 1e3,
         )
         for entry in trace.get("entries", [])
-        if not entry["is_p2p"]  # parts of a coalesced operation never count as finished
+        # The messages of an exchange never count as finished; the exchange itself is the entry behind them.
+        if not entry["is_p2p"] or entry["profiling_name"] == "nccl:coalesced"
     ]

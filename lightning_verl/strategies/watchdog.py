@@ -265,7 +265,8 @@ def _lead(timeout: float) -> float:
 
 
 def _still_pending(collective: Collective) -> bool:
-    return any((c.group, c.number) == (collective.group, collective.number) for c in recorder.pending_collectives())
+    same = (collective.group, collective.name, collective.number)
+    return any((c.group, c.name, c.number) == same for c in recorder.pending_collectives())
 
 
 def _shortest_timeout() -> float:

@@ -168,8 +168,6 @@ def test_plans_are_shared() -> None:
     layout = TensorLayout(Grid(("shard",), (2,), (0, 1)), (Cut("shard", 0),))
     whole = TensorLayout(layout.grid)
     assert plan_tensor((4, 2), layout, whole) is plan_tensor((4, 2), layout, whole)
-    # Each rank sends its 2 x 2 to the other and receives as much.
-    assert plan_tensor((4, 2), layout, whole).largest == 8
 
 
 def test_impossible_layouts_are_refused_with_the_numbers() -> None:
