@@ -122,24 +122,16 @@ class HybridEngine:
         self._sources = self._sources or {plain_name(n): p for n, p in self._trained.named_parameters()}
         with self._strategy.phase("actor", "reshard"), torch.no_grad():
             resharder = self._resharder = self._resharder or self._plan()
-<<<<<<< HEAD
-            tensors, self.report = resharder.run({name: local_part(p) for name, p in self._sources.items()})
-        for adapter in self._view.adapters:
-            a, b = tensors.pop(adapter.a), tensors.pop(adapter.b)
-            if self._merges:
-                merge(tensors[adapter.weight], a, b, adapter)
-            else:
-                self._adapters |= {adapter.a: a, adapter.b: adapter.scale * b}
-        self._view.fill(tensors)
-        del tensors
-=======
             tensors = resharder.run({name: local_part(p) for name, p in self._sources.items()})
             for adapter in self._view.adapters:
-                merge(tensors[adapter.weight], tensors.pop(adapter.a), tensors.pop(adapter.b), adapter)
+                a, b = tensors.pop(adapter.a), tensors.pop(adapter.b)
+                if self._merges:
+                    merge(tensors[adapter.weight], a, b, adapter)
+                else:
+                    self._adapters |= {adapter.a: a, adapter.b: adapter.scale * b}
             self._view.fill(tensors)
             del tensors
             self.report = resharder.report()
->>>>>>> reshard
         try:
             yield
         finally:
