@@ -116,6 +116,8 @@ class OptimizerConfig:
     """By role."""
     warmup_steps: int = 0
     """Steps over which they rise from 0."""
+    decay_steps: int | None = None
+    """Steps after which they have fallen to 0, those of the rise included; null keeps them."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm."""
 
@@ -415,6 +417,7 @@ def run_training(config: TrainConfig) -> dict[str, float]:
         sampling=config.sampling,
         learning_rates=config.optimizer.learning_rates,
         warmup_steps=config.optimizer.warmup_steps,
+        decay_steps=config.optimizer.decay_steps,
     )
     metrics = trainer.fit(config.steps, resume_from=latest)
     dataflow.save_pretrained(Path(config.output) / "model")

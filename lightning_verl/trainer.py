@@ -21,6 +21,7 @@ from lightning_verl.data.prompts import AsyncRolloutDataset
 from lightning_verl.data.sharding import local_minibatch_sizes, rollout_rows
 from lightning_verl.dataflow import HybridDataFlow, Scoring
 from lightning_verl.rollout.sampling import SamplingParams
+from lightning_verl.schedule import check_schedule, learning_rate_scale
 from lightning_verl.strategies.diagnosis import IDLE_WINDOW, StepTimes, advise_ratio
 
 OldLogprobs = Literal["auto", "recompute", "rollout"]
@@ -48,11 +49,14 @@ class RLTrainer:
             ``ROLLOUT_GAP_BOUND`` from training's in the step before, and a pass otherwise.
         learning_rates: Learning rates by role, in place of the roles' own.
         warmup_steps: Steps over which learning rates rise linearly from 0.
+        decay_steps: Steps, those of the warm-up included, after which learning rates have fallen linearly to 0; None
+            keeps them.
         grad_sync_groups: Process groups for the gradient reduction of roles, put in place before they are set up.
         first_step: The number of the first step in the logs, where an earlier trainer ran on the same loggers.
 
     Raises:
-        ValueError: Sizes that do not fit together, or a role that the algorithm needs and the data flow lacks.
+        ValueError: Sizes or schedules that do not fit together, or a role that the algorithm needs and the data flow
+            lacks.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class RLTrainer:
         old_logprobs: OldLogprobs = "auto",
         learning_rates: Mapping[str, float] | None = None,
         warmup_steps: int = 0,
+        decay_steps: int | None = None,
         grad_sync_groups: Mapping[str, dist.ProcessGroup] | None = None,
         first_step: int = 0,
     ) -> None:
@@ -77,7 +82,7 @@ class RLTrainer:
         self.rollout_batch_size = rollout_batch_size
         self.update_batch_size = rollout_batch_size if update_batch_size is None else update_batch_size
         samples = algorithm.samples_per_prompt if samples_per_prompt is None else samples_per_prompt
-        self.epochs, self.warmup_steps = epochs, warmup_steps
+        self.epochs, self.warmup_steps, self.decay_steps = epochs, warmup_steps, decay_steps
         self.old_logprobs: OldLogprobs = old_logprobs
         self.first_step = first_step
         self.completed_steps = 0
@@ -86,6 +91,7 @@ class RLTrainer:
         self._step_times: list[StepTimes] = []
         self._advised = False
         self._check_sizes(samples)
+        check_schedule(type(self).__name__, warmup_steps, decay_steps)
         self._check_roles()
         self._check_lengths(sampling or SamplingParams())
         self.sampling = replace(sampling or SamplingParams(), n=samples)
@@ -254,7 +260,7 @@ class RLTrainer:
         metrics.mean("time/rollout_wait", torch.tensor([waited]), self._holds_actor)
 
     def _set_learning_rates(self) -> None:
-        scale = min(1.0, (self.completed_steps + 1) / self.warmup_steps) if self.warmup_steps else 1.0
+        scale = learning_rate_scale(self.completed_steps, self.warmup_steps, self.decay_steps)
         for optimizer in self.dataflow.optimizers.values():
             for group in optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * scale
