@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from lightning_verl.rollout.base import RolloutEngine
 from lightning_verl.strategies.layout import check_names
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from lightning_verl.rollout.stopping import Decoder
+    from lightning_verl.strategies.engine import RolloutWeights
 
 ENGINES = ("auto", "transformers", "vllm")
 """Names of engines; "auto" is "transformers"."""
@@ -40,11 +41,6 @@ def check_engine(owner: str, name: str, options: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{owner}: engine={name!r} has no options, got engine_options={dict(options)}; leave them out."
         )
-
-
-RolloutWeights = Literal["shared", "merged", "adapter"]
-"""How an engine gets weights: it shares the rollout module's; or it has its own and is handed whole tensors for each
-version, with LoRA adapters merged in or beside them."""
 
 
 def rollout_weights(name: str, options: Mapping[str, Any]) -> RolloutWeights:
