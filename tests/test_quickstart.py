@@ -271,3 +271,14 @@ def test_the_model_learns_from_rewards(tmp_path: Path) -> None:
     before, after = map(float, re.findall(r"[01]\.\d\d", line))
     assert before <= 0.75
     assert after >= before + 0.2
+
+
+def test_an_engine_without_its_library_is_a_usage_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)  # type: ignore[arg-type]  # how Python marks a missing module
+    assert main(["quickstart", "--engine", "vllm", "--output", str(tmp_path / "run")]) == 2
+    assert re.search(
+        r"quickstart: lightning_verl needs vllm>=0\.22, but vllm is not installed", capsys.readouterr().err
+    )
+    assert not (tmp_path / "run").exists()

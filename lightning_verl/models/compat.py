@@ -1,4 +1,4 @@
-"""The one place that knows how the supported versions of torch, transformers and vLLM differ."""
+"""The one place that knows how the supported versions of torch and transformers differ, and which of vLLM there are."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ from lightning_verl.models.load import ModelSource, add_lora, load_model, load_t
 from lightning_verl.models.logprobs import logprobs_from_hidden
 from lightning_verl.roles.base import LoraSource, Role, model_inputs, response_places, spread
 from lightning_verl.rollout.base import RolloutEngine
-from lightning_verl.rollout.engines import RolloutWeights, build_engine, check_engine, rollout_weights
+from lightning_verl.rollout.engines import build_engine, check_engine, rollout_weights
+from lightning_verl.strategies.engine import RolloutWeights
 
 
 class Actor(Role):

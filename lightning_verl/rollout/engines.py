@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from lightning_verl.rollout.base import RolloutEngine
 from lightning_verl.rollout.native.options import NativeOptions
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from lightning_verl.rollout.stopping import Decoder
+    from lightning_verl.strategies.engine import RolloutWeights
 
 ENGINES = ("auto", "native", "transformers", "vllm")
 """Names of engines; "auto" is "native" for the families that it is tested with, and "transformers" for others."""
@@ -47,11 +48,6 @@ def check_engine(owner: str, name: str, options: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{owner}: engine={name!r} has no options, got engine_options={dict(options)}; leave them out."
         )
-
-
-RolloutWeights = Literal["shared", "merged", "adapter"]
-"""How an engine gets weights: it shares the rollout module's; or it has its own and is handed whole tensors for each
-version, with LoRA adapters merged in or beside them."""
 
 
 def rollout_weights(name: str, options: Mapping[str, Any]) -> RolloutWeights:

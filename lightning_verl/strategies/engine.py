@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,11 @@ from lightning_verl.strategies.layout import EXPERT_CUTS, vocabulary_layout
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from lightning_verl.rollout.engines import RolloutWeights
     from lightning_verl.strategies.hybrid import HybridStrategy
+
+RolloutWeights = Literal["shared", "merged", "adapter"]
+"""How a rollout engine gets weights: it shares the rollout module's; or it has its own and is handed whole tensors for
+each version, with LoRA adapters merged in or beside them."""
 
 
 class HybridEngine:

@@ -12,11 +12,10 @@ from torch.optim import Optimizer
 from lightning_verl.parallel.expert import expert_modules
 from lightning_verl.parallel.fsdp import gathered, reshard
 from lightning_verl.resharding.executor import ReshardReport
-from lightning_verl.strategies.engine import HybridEngine
+from lightning_verl.strategies.engine import HybridEngine, RolloutWeights
 from lightning_verl.strategies.offload import OffloadReport, StateOffload
 
 if TYPE_CHECKING:
-    from lightning_verl.rollout.engines import RolloutWeights
     from lightning_verl.strategies.hybrid import HybridStrategy
 
 

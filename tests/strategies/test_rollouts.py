@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from lightning_verl import Actor, HybridStrategy
 from lightning_verl.roles import actor as actor_module
-from lightning_verl.rollout import engines
+from lightning_verl.strategies.engine import RolloutWeights
 from lightning_verl.testing import char_tokenizer, run_ranks, tiny_model, tiny_rollouts
 
 LORA = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "down_proj"]}
@@ -56,7 +56,7 @@ class KeepingEngine:
 
 
 def make(
-    weights: engines.RolloutWeights = "merged", family: Any = "qwen2", **options: Any
+    weights: RolloutWeights = "merged", family: Any = "qwen2", **options: Any
 ) -> tuple[Fabric, Any, Actor, Any, Any]:
     """A set-up actor whose engine is a ``KeepingEngine``: fabric, strategy, actor, what fabric returned, optimizer."""
     lora = options.pop("lora_config", None)
@@ -124,7 +124,7 @@ def test_a_checkpoint_of_the_same_version_is_handed_over(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("weights", ["merged", "adapter"])
-def test_adapters_are_merged_or_handed_over_beside(weights: engines.RolloutWeights) -> None:
+def test_adapters_are_merged_or_handed_over_beside(weights: RolloutWeights) -> None:
     _, strategy, actor, _, _ = make(weights, lora_config=LORA)
     for name, parameter in actor.model.named_parameters():
         if "lora_B" in name:
