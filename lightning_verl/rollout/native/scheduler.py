@@ -217,7 +217,6 @@ class Scheduler:
 
     def _make_room(self, step: Step) -> int:
         """Give everyone that runs the blocks for its next tokens; returns for how many."""
-        burst = 1
         if self.limits.burst > 1 and all(request.pending == 1 for request in self._running):
             burst = min(self.limits.burst, max(map(self._left, self._running), default=1))
             wanted = [self._missing(request, burst) for request in self._running]
@@ -225,20 +224,19 @@ class Scheduler:
                 for request, count in zip(self._running, wanted, strict=True):
                     request.blocks += self.pool.take(count)
                 return burst
-            burst = 1
         place = 0
         while place < len(self._running):
             request = self._running[place]
-            missing = self._missing(request, burst)
+            missing = self._missing(request, 1)
             while missing > self.pool.free:
                 if self._forget_prefix():
                     continue
                 self._step_back(self._running[-1], step)
                 if place == len(self._running):  # it was its own turn to go
-                    return burst
+                    return 1
             request.blocks += self.pool.take(missing)
             place += 1
-        return burst
+        return 1
 
     def _grows(self, request: Request) -> bool:
         return len(request.blocks) * self.limits.block_size < request.length + self._left(request)
