@@ -480,6 +480,18 @@ def test_with_the_blocks_that_are_asked_for_nobody_steps_back(seed: int) -> None
     assert scheduler.pool.free == scheduler.pool.size
 
 
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8])
+@pytest.mark.parametrize("response", [1, 4, 7])
+def test_the_blocks_that_are_asked_for_one_sample_hold_it(length: int, response: int) -> None:
+    group = Group([0] * length)
+    blocks = _blocks_needed(
+        [(group, requests_of(group, 0))], response, _Bounds(block_size=4, rows=1, tokens=9, burst=1)
+    )
+    limits = replace(LIMITS, response=response, longest=length + response)
+    rule = StopRule(SamplingParams(max_new_tokens=response), [END])
+    assert Scheduler(limits, BlockPool(blocks), rule).next_step() is None  # it would refuse a pool that is too small
+
+
 # ---- requests --------------------------------------------------------------------------------------------------------
 
 
