@@ -13,6 +13,11 @@ from lightning_verl.rollout.native.cache import KVCache
 from lightning_verl.rollout.native.scheduler import Chunk
 
 
+LEAST_ROWS = 16
+"""Fewest rows of a matrix product on the CPU. With fewer the libraries take other kernels, which round differently, and a
+sample's logits would depend on how many others there are."""
+
+
 @dataclass
 class ForwardInput:
     """The tokens of one step, all sequences in one row."""
@@ -30,7 +35,7 @@ def forward_input(chunks: Sequence[Chunk], cache: KVCache) -> ForwardInput:
     """Lay the tokens of a step side by side.
 
     Args:
-        chunks: What the step computes; a step without any gets one token that is written to block 0.
+        chunks: What the step computes; a step without any is padding alone.
         cache: Where their keys and values go.
     """
     device, size = cache.data.device, cache.block_size
@@ -45,8 +50,9 @@ def forward_input(chunks: Sequence[Chunk], cache: KVCache) -> ForwardInput:
         blocks += [chunk.request.blocks[place // size] for place in places]
         if chunk.samples:
             last.append(len(ids) - 1)
-    if not chunks:
-        ids, positions, blocks = [0], [0], [0]
+    least = LEAST_ROWS if device.type == "cpu" else 1
+    for column in (ids, positions, blocks):  # padding goes to block 0
+        column += [0] * (least - len(column))
     at = torch.tensor(positions)
     attention = PagedBatch(
         cache=cache.data,

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from lightning_verl.models.heads import hidden_states, output_logits
 from lightning_verl.rollout.adjust import LogitAdjuster, seen_tokens
 from lightning_verl.rollout.native.attention import SeenLayer, attending, probing
-from lightning_verl.rollout.native.batch import forward_input
+from lightning_verl.rollout.native.batch import LEAST_ROWS, forward_input
 from lightning_verl.rollout.native.cache import CacheShape, KVCache
 from lightning_verl.rollout.native.scheduler import Request, Step
 from lightning_verl.rollout.sampling import SamplingParams, sample_tokens, uniforms
@@ -45,7 +46,7 @@ class Runner:
         self.model, self.cache, self.sampling, self.adjuster = model, cache, sampling, adjuster
 
     def run(self, step: Step) -> Drawn:
-        """Run a step; one that draws several tokens is run as often."""
+        """Run a step that draws one token for each of its samples."""
         self.cache.swap_out(step.swap_out)
         self.cache.swap_in(step.swap_in)
         logits = self.forward(step)
@@ -62,7 +63,10 @@ class Runner:
         batch = forward_input(step.chunks, self.cache)
         with attending(batch.attention):
             hidden = hidden_states(self.model, batch.ids, batch.positions)
-        return output_logits(self.model, hidden[0, batch.last])
+        last = batch.last
+        if last.device.type == "cpu":
+            last = functional.pad(last, (0, max(0, LEAST_ROWS - len(last))))
+        return output_logits(self.model, hidden[0, last])[: len(batch.last)]
 
     def draw(self, logits: Tensor, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:
         """Draw the next token of some samples: tokens int64 ``[L]`` and log-probs float32 ``[L]``."""
