@@ -93,6 +93,21 @@ class RewardConfig:
 
 
 @dataclass(frozen=True)
+class EngineConfig:
+    """What generates; see ``Actor``."""
+
+    name: Literal["auto", "native", "transformers", "vllm"] = "auto"
+    """Which engine."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Its own options, such as ``{kv_cache_dtype: fp8}``."""
+
+    def __post_init__(self) -> None:
+        from lightning_verl.rollout.engines import check_engine_options
+
+        check_engine_options("engine", self.name, self.options)
+
+
+@dataclass(frozen=True)
 class BatchConfig:
     """Sizes; see ``RLTrainer``. Prompts are counted over all ranks."""
 
@@ -152,6 +167,8 @@ class TrainConfig:
     """The reward; ``sft`` needs none."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """How responses are sampled; ``n`` is ``batch.samples_per_prompt``."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    """What generates."""
     batch: BatchConfig = field(default_factory=BatchConfig)
     """Sizes."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -325,10 +342,10 @@ def make_dataflow(config: TrainConfig, algorithm: Algorithm) -> HybridDataFlow:
     from lightning_verl.roles.reward_function import RewardFunction
 
     rewards, options = config.rewards, trained_role_options(config)
-    sources = role_sources(config, algorithm)
+    sources, engine = role_sources(config, algorithm), config.engine
     functions = [import_function(path) for path in rewards.functions]
     return HybridDataFlow(
-        actor=Actor(sources["actor"], **options),
+        actor=Actor(sources["actor"], engine=engine.name, engine_options=engine.options, **options),
         critic=Critic(sources["critic"], **options) if "critic" in sources else None,
         reward=RewardFunction(functions, weights=rewards.weights, time_limit=rewards.time_limit) if functions else None,
         reference=Reference(sources["reference"]) if "reference" in sources else None,
@@ -389,11 +406,16 @@ def run_training(config: TrainConfig) -> dict[str, float]:
         The metrics of the last step.
 
     Raises:
-        ConfigError: ``output`` holds another run, or a reward is missing or not found.
+        ConfigError: ``output`` holds another run, a reward is missing or not found, or the engine's library is.
     """
     from lightning_verl.callbacks import Checkpoint
+    from lightning_verl.rollout.engines import check_engine
     from lightning_verl.trainer import RLTrainer
 
+    try:
+        check_engine("engine", config.engine.name, config.engine.options)
+    except ImportError as error:
+        raise ConfigError(f"engine: {error}") from error
     latest = Checkpoint.latest(Path(config.output) / "checkpoints")
     if latest is not None and not config.resume:
         raise ConfigError(

@@ -20,6 +20,7 @@ from lightning_verl import GRPO, PPO, SFT, AdaptiveKL, SamplingParams, __version
 from lightning_verl.cli import main
 from lightning_verl.config import ConfigError, import_function, make_algorithm, make_fabric, read_config
 from lightning_verl.quickstart.curves import read_logs
+from lightning_verl.rollout import engines
 from lightning_verl.testing import char_tokenizer, tiny_model
 
 SMALLEST: dict[str, Any] = {
@@ -139,6 +140,11 @@ def test_sampling_options_are_typed(folder: Path) -> None:
         ({"steps": "many"}, "steps.*\n.*int.*many"),
         ({"precision": "fp8"}, "precision.*\n.*bf16-mixed.*fp8"),
         ({"sampling": {"temperature": -1.0}}, "SamplingParams: temperature is -1.0"),
+        ({"engine": {"name": "natve"}}, "engine.name.*\n.*native.*natve"),
+        (
+            {"engine": {"name": "native", "options": {"kv_cache": 1}}},
+            "NativeOptions has no kv_cache; it has kv_cache_d",
+        ),
         ({"sampling": {"logit_bias": {"a": 1.0}}}, "sampling.logit_bias.*\n.*int.*'a'"),
         ({"sampling": {"logit_bias": {5: math.inf}}}, "SamplingParams: logit_bias is {5: inf}"),
         ({"algorithm": {"name": "gpro"}}, "algorithm got an unknown name 'gpro'.*Did you mean 'grpo'"),
@@ -285,6 +291,31 @@ def test_train_runs_and_resumes(folder: Path, capsys: pytest.CaptureFixture[str]
     assert list(logs) == [0, 1, 2]
     assert all(0 <= figures["reward/mean"] <= 1 for figures in logs.values())
     assert (folder / "out" / "logs" / "version_1").is_dir()
+
+
+def test_train_generates_with_the_engine_of_the_config(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, dict[str, Any]]] = []
+    build = engines.build_engine
+
+    def watched(name: str, *arguments: Any, options: dict[str, Any], **others: Any) -> Any:
+        made.append((name, options))
+        return build(name, *arguments, options=options, **others)
+
+    monkeypatch.setattr("lightning_verl.roles.actor.build_engine", watched)
+    engine = {"name": "native", "options": {"kv_cache_dtype": "bfloat16"}}
+    assert main(["train", write(folder, **TINY, engine=engine, steps=1)]) == 0
+    assert made == [("native", {"kv_cache_dtype": "bfloat16"})]
+
+
+def test_train_without_the_library_of_the_engine(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise ImportError("lightning_verl needs vllm>=0.22")
+
+    monkeypatch.setattr("lightning_verl.rollout.vllm.process.check_vllm", missing)
+    assert main(["train", write(folder, **TINY, engine={"name": "vllm"}, steps=1)]) == 2
+    assert "engine: lightning_verl needs vllm>=0.22" in capsys.readouterr().err
 
 
 def test_train_with_a_critic_and_a_penalty(folder: Path) -> None:

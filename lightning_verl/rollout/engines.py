@@ -23,6 +23,30 @@ ENGINES = ("auto", "native", "transformers", "vllm")
 _log = logging.getLogger(__name__)
 
 
+def check_engine_options(owner: str, name: str, options: Mapping[str, Any]) -> None:
+    """Refuse an engine or options that do not exist; nothing is imported that an engine needs.
+
+    Args:
+        owner: The class that was given them, for messages.
+        name: One of ``ENGINES``.
+        options: The engine's own options.
+
+    Raises:
+        ValueError: There is no such engine, or it has no such options.
+    """
+    check_names(owner, [name], ENGINES, "engine")
+    if name == "vllm":
+        from lightning_verl.rollout.vllm.options import VLLMOptions
+
+        VLLMOptions.of(options)
+    elif name in ("auto", "native"):
+        NativeOptions.of(options)
+    elif options:
+        raise ValueError(
+            f"{owner}: engine={name!r} has no options, got engine_options={dict(options)}; leave them out."
+        )
+
+
 def check_engine(owner: str, name: str, options: Mapping[str, Any]) -> None:
     """Refuse an engine that cannot be built, before anything is.
 
@@ -35,19 +59,11 @@ def check_engine(owner: str, name: str, options: Mapping[str, Any]) -> None:
         ValueError: There is no such engine, or it has no such options.
         ImportError: "vllm", but vLLM is missing or too old.
     """
-    check_names(owner, [name], ENGINES, "engine")
+    check_engine_options(owner, name, options)
     if name == "vllm":
-        from lightning_verl.rollout.vllm.options import VLLMOptions
         from lightning_verl.rollout.vllm.process import check_vllm
 
-        VLLMOptions.of(options)
         check_vllm()
-    elif name in ("auto", "native"):
-        NativeOptions.of(options)
-    elif options:
-        raise ValueError(
-            f"{owner}: engine={name!r} has no options, got engine_options={dict(options)}; leave them out."
-        )
 
 
 def rollout_weights(name: str, options: Mapping[str, Any]) -> RolloutWeights:

@@ -12,10 +12,9 @@ from lightning_verl.rollout.native.attention import PagedBatch, Rows
 from lightning_verl.rollout.native.cache import KVCache
 from lightning_verl.rollout.native.scheduler import Chunk
 
-
 LEAST_ROWS = 16
-"""Fewest rows of a matrix product on the CPU. With fewer the libraries take other kernels, which round differently, and a
-sample's logits would depend on how many others there are."""
+"""Fewest rows of a matrix product on the CPU. With fewer, libraries take other kernels that round differently, and the
+logits of a sample would depend on how many others there are."""
 
 
 @dataclass
