@@ -87,12 +87,11 @@ def _rows(chunks: Sequence[Chunk]) -> list[Rows]:
 
 
 def _padded(part: Sequence[tuple[int, Chunk]]) -> Rows:
-    width = max(chunk.count for _, chunk in part)
-    inside = [[min(place, chunk.count - 1) for place in range(width)] for _, chunk in part]
-    offsets = torch.tensor(inside)
+    firsts, starts, counts = torch.tensor([(first, chunk.start, chunk.count) for first, chunk in part]).T[..., None]
+    offsets = torch.arange(int(counts.max())).minimum(counts - 1)
     return Rows(
-        places=offsets + torch.tensor([[first] for first, _ in part]),
-        positions=offsets + torch.tensor([[chunk.start] for _, chunk in part]),
+        places=offsets + firsts,
+        positions=offsets + starts,
         tables=block_tables([chunk.request.blocks for _, chunk in part]),
     )
 

@@ -21,7 +21,7 @@ _ENTER_SHARE = 8
 without."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
     """One sample of one prompt on its way."""
 
