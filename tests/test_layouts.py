@@ -115,6 +115,8 @@ def compare(alone: Recorder, recorders: list[Recorder]) -> None:
         assert len(recorder.resharded) == STEPS
         for one, other in zip(alone.metrics, recorder.metrics, strict=True):
             assert one["actor/grad_norm"] > 0.01
+            assert "reshard/link_share" not in one  # nothing is received
+            assert other["reshard/link_share"] > 0
             for name in ("actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm", "reward/mean"):
                 if name in one:
                     torch.testing.assert_close(other[name], one[name], rtol=1e-5, atol=1e-5, msg=name)

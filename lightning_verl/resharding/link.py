@@ -44,7 +44,8 @@ def measure_link(buckets: Sequence[Bucket], group: dist.ProcessGroup, device: to
         return None
     _seconds(operations, device)  # the first time links are set up
     arrived = sum(-(-nbytes // len(buckets)) for nbytes in received.values())
-    return _EXCHANGES * arrived / _seconds(operations, device) if arrived else None
+    seconds = _seconds(operations, device)  # a rank that only sends takes part too
+    return _EXCHANGES * arrived / seconds if arrived else None
 
 
 def _seconds(operations: list[dist.P2POp], device: torch.device) -> float:
