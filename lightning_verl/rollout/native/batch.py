@@ -104,4 +104,8 @@ def block_tables(blocks: Sequence[Sequence[int]], width: int = 1) -> Tensor:
         width: W at least.
     """
     width = max(width, max(map(len, blocks), default=1))
-    return torch.tensor([[*row, *[0] * (width - len(row))] for row in blocks], dtype=torch.int64)
+    padding, flat = [0] * width, list[int]()
+    for row in blocks:  # flat, since a list for each row keeps Python's garbage collector busy
+        flat += row
+        flat += padding[len(row) :]
+    return torch.tensor(flat, dtype=torch.int64).view(-1, width)
