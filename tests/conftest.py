@@ -27,6 +27,7 @@ LIBRARY_VARIABLES = frozenset(
         "PL_GLOBAL_SEED",  # fabric.seed_everything
         "PL_SEED_WORKERS",  # fabric.seed_everything
         "PYTEST_CURRENT_TEST",
+        "PYTORCH_NVML_BASED_CUDA_CHECK",  # Lightning, at import
         "TORCHINDUCTOR_CACHE_DIR",  # torch's compiler, at import
         "TRITON_CACHE_DIR",  # torch's compiler, at import
     }

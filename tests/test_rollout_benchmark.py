@@ -1,0 +1,58 @@
+"""benchmarks/rollout.py: it measures on the CPU too, and its page says what the result holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from benchmark_scripts import FOLDER, load_script
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FOLDER))  # the script is made of several files
+    return load_script("rollout")
+
+
+def test_everything_is_measured_and_kept(
+    benchmark: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rollout.json"
+    benchmark.main(["--cases", "tiny", "--main-shape", "tiny", "--repeats", "1", "--output", str(path)])
+    result = benchmark.load(path)
+    fixed, drawn = result.cases
+    assert list(fixed.native) == ["default", "layers not compiled", "no graphs", "fp8 cache"]
+    assert list(drawn.native) == ["default"]
+    # 4 prompts x 4 samples x 16 tokens, and lengths of 16 to 32
+    speed = fixed.native["default"]
+    assert speed.tokens_per_second * speed.seconds == pytest.approx(256)
+    speed = drawn.native["default"]
+    assert 16 * 16 < speed.tokens_per_second * speed.seconds < 16 * 32
+    assert fixed.vllm == {}
+    assert fixed.floor_seconds is None
+    assert result.gaps[0].largest < 1e-5
+    assert result.divergence.differing == 0
+    # 55% of the cache: samples step back, what they say stays the same
+    assert result.offload.bytes_offloaded < 0.6 * result.offload.bytes_whole
+    assert result.offload.preemptions > 0
+    assert result.offload.swapped_bytes > 0
+    assert result.offload.same_tokens == 1
+    assert benchmark.page(result) in capsys.readouterr().out
+
+
+def test_the_page_shows_multiples_and_shares(benchmark: ModuleType) -> None:
+    results = benchmark.import_module("rollout_results")
+    work = results.Work("1.5B")
+    speeds = {"with log-probs": results.Speed(2.0, 30_000.0, 60.0, 0.1, 10**9)}
+    case = results.Case(work, {"default": results.Speed(1.0, 60_000.0, 9.0, 0.05, 0)}, None, speeds, 0.3)
+    offload = results.Offload(work, 40 * 10**9, 30 * 10**9, 1000.0, 900.0, 2 * 10**9, 5, 0.999)
+    text = benchmark.page(
+        results.Result("Some GPU", 4e12, [case], [results.Gap("bfloat16", 0.12, 0.023)], None, offload, {"torch": "2"})
+    )
+    # 60,000 / 30,000, and 0.3 s of 1 s
+    assert "| 1.5B, 32 x 8, 128 + 256 tokens | 60,000 tokens/s |  | 30,000 (2.00x) |  | 30% |\n" in text
+    assert "| vLLM with log-probs: 1.5B, 32 x 8, 128 + 256 tokens | 30,000 | 60.00 s | 0.10 s | 1.00 GB |" in text
+    assert "bfloat16: largest difference 0.12, mean 0.023." in text
+    # 1 - 30 / 40 and 1 - 900 / 1000
+    assert "(25% less) at 10% fewer tokens a second; 5 samples stepped back" in text
