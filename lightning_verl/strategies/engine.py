@@ -40,16 +40,10 @@ class HybridEngine:
     Args:
         strategy: Knows the layouts and groups.
         model: The actor's model, on its device and not yet cut.
-            tensors = resharder.run({name: local_part(p) for name, p in self._sources.items()})
-            for adapter in self._view.adapters:
-                a, b = tensors.pop(adapter.a), tensors.pop(adapter.b)
-                if self._merges:
-                    merge(tensors[adapter.weight], a, b, adapter)
-                else:
-                    self._adapters |= {adapter.a: a, adapter.b: adapter.scale * b}
-            self._view.fill(tensors)
-            del tensors
-            self.report = resharder.report()
+        bucket_bytes: Most bytes that one bucket of a resharding takes through buffers on a rank.
+        weights: How the rollout engine gets them. ``"shared"``: it generates with the rollout module. Else it has its
+            own and takes whole tensors, which every rank then holds until they are handed over: ``"merged"`` with
+            LoRA adapters added to them, ``"adapter"`` with adapters beside them.
 
     Raises:
         ValueError: The model cannot be cut over the rollout's tensor ranks, or has adapters that cannot be merged.
