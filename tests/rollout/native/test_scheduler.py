@@ -504,3 +504,16 @@ def test_the_tokens_of_a_request() -> None:
     assert (request.length, request.pending) == (5, 5)
     request.cached = 4
     assert request.pending == 1
+
+
+def test_a_request_may_have_a_limit_of_its_own() -> None:
+    group = Group([1, 2, 3])
+    requests = [Request(0, 0, group, limit=2), Request(1, 0, group)]
+    rule = StopRule(SamplingParams(max_new_tokens=5), ())
+    scheduler = Scheduler(Limits(4, 8, 100, 4, response=5, longest=8), BlockPool(9), rule)
+    scheduler.add(group, requests)
+    while (step := scheduler.next_step()) is not None:
+        drawn = [[9] * step.tokens for _ in step.samples]
+        scheduler.record(step, drawn, [[0.0] * step.tokens for _ in step.samples])
+    assert [request.response for request in requests] == [[9, 9], [9] * 5]
+    assert [request.reason for request in requests] == [FinishReason.LENGTH] * 2
