@@ -119,8 +119,8 @@ class TestFamilies:
                     alone.logprobs[sample, :length], expected.logprobs[4 * row + sample, :length], atol=1e-5, rtol=0
                 )
 
-    @pytest.mark.parametrize("offload", [False, True])
-    def test_when_memory_runs_out(self, family: Family, temperature: float, offload: bool) -> None:
+    def test_when_memory_runs_out(self, family: Family, temperature: float) -> None:
+        offload = temperature > 0  # greedy samples that step back are computed again, the others come back
         engine = native(model_of(family), blocks=9, offload_kvcache=offload)
         rollouts = engine.generate(PROMPTS, replace(self.sampling, temperature=temperature))
         assert_same(rollouts, reference(family, temperature))
@@ -270,7 +270,7 @@ def test_the_bounds_of_a_step_change_nothing(
 
 
 @pytest.mark.parametrize(("kind", "mean", "largest"), [("bfloat16", 0.003, 0.02), ("fp8", 0.05, 0.3)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "qwen3_moe"])
 def test_a_smaller_cache_dtype_stays_close(family: Family, kind: Any, mean: float, largest: float) -> None:
     """Measured: means of 0.0005 to 0.0021 and 0.007 to 0.034, largest 0.012 and 0.22 (with experts 0.17 and 0.40)."""
     model = model_of(family)
