@@ -128,13 +128,16 @@ def _prepare_tied_head(worker: Any) -> None:
 
 
 def _register_transfer() -> None:
-    """Make ``_LocalTransfer`` known to vLLM; again for a vLLM that knows it already does nothing."""
-    from vllm.distributed.weight_transfer.base import (
-        WeightTransferEngine,
-        WeightTransferInitInfo,
-        WeightTransferUpdateInfo,
-    )
+    """Make the local transfer known to vLLM; again for a vLLM that knows it already does nothing."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    with suppress(ValueError):  # registered already
+        WeightTransferEngineFactory.register_engine(_BACKEND, _local_transfer(*_messages()))
+
+
+def _messages() -> tuple[type, type]:
+    """What is said at the start of a transfer, and what each bucket is; subclasses of vLLM's."""
+    from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
     @dataclass
     class NothingToAgree(WeightTransferInitInfo):  # type: ignore[misc]
@@ -147,14 +150,26 @@ def _register_transfer() -> None:
         names: list[str] = field(default_factory=list)
         tensors: list[Tensor] = field(default_factory=list)
 
+    return NothingToAgree, Bucket
+
+
+def _local_transfer(start: type, bucket: type) -> type:
+    """The transfer engine within this process, a subclass of vLLM's.
+
+    Args:
+        start: What is said at the start of a transfer.
+        bucket: What each bucket is.
+    """
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
+
     class LocalTransfer(WeightTransferEngine):  # type: ignore[misc]
         """Loads tensors that are in this process already.
 
         Before 0.25 vLLM's worker began and finished the layers itself and passed ``load_weights``.
         """
 
-        init_info_cls = NothingToAgree
-        update_info_cls = Bucket
+        init_info_cls = start
+        update_info_cls = bucket
 
         def init_transfer_engine(self, init_info: Any) -> None:
             """There is no connection."""
@@ -188,11 +203,10 @@ def _register_transfer() -> None:
 
         @staticmethod
         def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-            """Older versions of vLLM demand it; never called."""
-            raise NotImplementedError
+            """Older versions of vLLM demand it of every engine; weights come from ``push_weights`` here."""
+            raise RuntimeError("VLLMEngine hands weights over within this process; no trainer sends them.")
 
-    with suppress(ValueError):  # registered already
-        WeightTransferEngineFactory.register_engine(_BACKEND, LocalTransfer)
+    return LocalTransfer
 
 
 def check_complete(parameters: dict[str, Any], loaded: set[str]) -> None:

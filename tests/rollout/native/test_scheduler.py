@@ -446,7 +446,9 @@ def test_extremes(burst: int) -> None:
         ({"response": 1}, 12),
     ):
         for host in (0, 1, 12):
-            run(World(replace(tightest, **changes), blocks, host, requests=150, seed=host))
+            simulation = run(World(replace(tightest, **changes), blocks, host, requests=150, seed=host))
+            assert simulation.pool.free == simulation.pool.size
+            assert simulation.scheduler.next_step() is None
 
 
 def test_many_samples_of_each_prompt() -> None:
