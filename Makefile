@@ -10,6 +10,8 @@ ARGS ?=
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 PYTEST := $(BIN)/python -m pytest
+# Most tests run one process at a time, or several that wait for each other: two of them share two cores well.
+WORKERS ?= 2
 
 # Both ends of the supported range of transformers, each laid over .venv through PYTHONPATH.
 TRANSFORMERS_RANGE := 5.17.0 5.24.0
@@ -36,10 +38,10 @@ quickstart: $(STAMP)  ## Train a tiny model on this machine (options in ARGS="..
 	env -u OMP_NUM_THREADS $(BIN)/lightning-verl quickstart $(ARGS)
 
 test: $(STAMP)  ## Run the tests, several ranks included, but the slow ones
-	$(PYTEST) -q -m "not slow and not real_model and not vllm" $(ARGS)
+	$(PYTEST) -q -n $(WORKERS) -m "not slow and not real_model and not vllm" $(ARGS)
 
 test-slow: $(STAMP)  ## Run the slow tests
-	$(PYTEST) -q -m "slow and not real_model and not vllm" $(ARGS)
+	$(PYTEST) -q -n $(WORKERS) -m "slow and not real_model and not vllm" $(ARGS)
 
 test-real-model: $(VENV)/.examples  ## Train a small real model for two steps (downloads 100 MB once)
 	$(PYTEST) -q -m real_model $(ARGS)
