@@ -182,6 +182,7 @@ def measure(case: Case, config: TrainConfig, ranks: int) -> dict[str, float]:
         RewardFunction(lambda response: float(len(response))),
         Reference(model_config(case)) if "reference" in roles else None,
         max_tokens_per_micro_batch=config.batch.max_tokens_per_micro_batch,
+        packing=config.batch.packing,
     )
     rows = [{"prompt": f"{number:0{case.prompt_tokens - 1}d}"} for number in range(2 * case.prompts)]
     data = AsyncRolloutDataset(rows, tokenizer=flow.tokenizer, max_prompt_length=case.prompt_tokens)

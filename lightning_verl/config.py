@@ -25,6 +25,7 @@ from lightning_verl.algorithms.base import Algorithm
 from lightning_verl.algorithms.grpo import GRPO
 from lightning_verl.algorithms.ppo import PPO
 from lightning_verl.algorithms.sft import SFT
+from lightning_verl.data.microbatches import Packing
 from lightning_verl.rollout.sampling import SamplingParams
 from lightning_verl.strategies.layout import check_names
 from lightning_verl.strategies.precision import PrecisionName
@@ -121,6 +122,9 @@ class BatchConfig:
     """Passes over the samples of a step."""
     max_tokens_per_micro_batch: int = 16_384
     """Tokens that one forward pass may hold on a rank; changes no result."""
+    packing: Packing = "shared"
+    """``shared``: without padding, and the prompt of samples once; ``rows``: without padding; ``padded``. Changes no
+    result."""
 
 
 @dataclass(frozen=True)
@@ -350,6 +354,7 @@ def make_dataflow(config: TrainConfig, algorithm: Algorithm) -> HybridDataFlow:
         reward=RewardFunction(functions, weights=rewards.weights, time_limit=rewards.time_limit) if functions else None,
         reference=Reference(sources["reference"]) if "reference" in sources else None,
         max_tokens_per_micro_batch=config.batch.max_tokens_per_micro_batch,
+        packing=config.batch.packing,
         max_grad_norm=config.optimizer.max_grad_norm,
     )
 

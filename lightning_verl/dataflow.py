@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.optim import Optimizer
@@ -32,8 +33,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_verl.algorithms.base import Loss
 from lightning_verl.algorithms.losses import Normalizer
-from lightning_verl.data.experience import Experience, PromptBatch, RolloutBatch, RowBatch
-from lightning_verl.data.packing import pack_padded
+from lightning_verl.data.experience import Experience, Figures, PromptBatch, RolloutBatch, Scored
+from lightning_verl.data.microbatches import MicroBatches, Packing
 from lightning_verl.metrics import StepMetrics
 from lightning_verl.models.modes import deterministic
 from lightning_verl.parallel.fsdp import reshard
@@ -53,23 +54,6 @@ from lightning_verl.strategies.dispatch import (
 from lightning_verl.strategies.hybrid import HybridStrategy
 from lightning_verl.strategies.layout import ROLES, is_trainable
 from lightning_verl.strategies.watchdog import watched
-
-
-@dataclass
-class _Figures(RowBatch):
-    """One figure of each token ``[N, R]``, on its way back to the rows it belongs to."""
-
-    values: Tensor
-
-    def __len__(self) -> int:
-        return int(self.values.shape[0])
-
-
-@dataclass
-class _Scored(_Figures):
-    """Scores ``[N]`` and whether they count ``[N]``, on their way back."""
-
-    valid: Tensor
 
 
 @dataclass
@@ -98,14 +82,17 @@ class HybridDataFlow:
         critic: The value model, for algorithms that need one.
         reward: A reward model, functions or an ensemble.
         reference: The policy that a KL penalty measures from. None with a LoRA actor: the actor as it was at step 0.
-        max_tokens_per_micro_batch: Positions, padding included, that one forward pass may hold on a rank; results do
-            not depend on it.
+        max_tokens_per_micro_batch: Tokens that one forward pass may hold on a rank, padding included where there is
+            any and a shared prompt once; results do not depend on it.
+        packing: "shared": rows run side by side, without padding, and the prompt that samples have in common runs once;
+            "rows": each with its own prompt; "padded": each to the length of the longest. Results do not depend on it.
+            Models that cannot run side by side are padded, and a line of the log says why.
         max_grad_norm: Gradients are scaled down to this norm.
         skip_special_tokens: Whether the text that rewards see is without special tokens; padding never is in it.
 
     Raises:
         TypeError: A module is not a LightningModule with the ``role`` that its place wants.
-        ValueError: A limit is not positive.
+        ValueError: A limit is not positive, or there is no such packing.
     """
 
     def __init__(
@@ -116,6 +103,7 @@ class HybridDataFlow:
         reference: nn.Module | None = None,
         *,
         max_tokens_per_micro_batch: int = 16_384,
+        packing: Packing = "shared",
         max_grad_norm: float = 1.0,
         skip_special_tokens: bool = True,
     ) -> None:
@@ -134,7 +122,10 @@ class HybridDataFlow:
         ):
             if not value > 0:
                 raise ValueError(f"HybridDataFlow got {key}={value}; it must be above 0.")
+        if packing not in get_args(Packing):
+            raise ValueError(f"HybridDataFlow got packing={packing!r}; it takes {', '.join(get_args(Packing))}.")
         self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
+        self.packing: Packing = packing
         self.max_grad_norm = max_grad_norm
         self.skip_special_tokens = skip_special_tokens
         self.optimizers: dict[str, Optimizer] = {}
@@ -142,6 +133,7 @@ class HybridDataFlow:
         self._wrapped: dict[str, nn.Module] = {}
         self._fabric: Fabric | None = None
         self._max_response_length: int | None = None
+        self._padded: set[str] = set()
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
 
@@ -321,11 +313,11 @@ class HybridDataFlow:
         waited = self.gate.meet("the reward phase", scoring.error)
         self.metrics.mean("time/reward_wait", torch.tensor([waited]), self._holds("actor"))
         self.metrics.mean("time/reward_score", torch.tensor([scoring.seconds]), self._speaks(role))
-        figures = _Scored(torch.zeros(0, device=device), torch.zeros(0, dtype=torch.bool, device=device))
+        figures = Scored(torch.zeros(0, device=device), torch.zeros(0, dtype=torch.bool, device=device))
         if self._holds(role):
             scores = share_from_first_tensor_rank(scoring.scores, self.strategy, role)
             self._record_scores(scores, self._speaks(role))
-            figures = _Scored(scores.values.to(device), scores.valid.to(device))
+            figures = Scored(scores.values.to(device), scores.valid.to(device))
         back = self._exchange.back(figures, scoring.receipt, "actor", role)
         return Experience(scoring.batch, back.values, back.valid)
 
@@ -368,16 +360,16 @@ class HybridDataFlow:
         if not self._holds(role):
             return
         counts = self._speaks(role)
-        bins, normalizer = self._plan(role, rows)
+        batches, normalizer = self._plan(role, rows)
         module, optimizer = self._wrapped[role], self.optimizers[role]
         if normalizer.tokens == 0:
             self._skip(role, "no row of the mini-batch has a token to train on")
             return
-        with deterministic(self.modules[role]):
-            for number, part in enumerate(bins):
-                held = self.strategy.defer_gradient_sync and number < len(bins) - 1
+        with self._ready(role):
+            for number in range(len(batches)):
+                held = self.strategy.defer_gradient_sync and number < len(batches) - 1
                 with self.fabric.no_backward_sync(module, enabled=held):  # type: ignore[arg-type]
-                    value, metrics = loss(module, rows.select(part).trimmed(), normalizer)
+                    value, metrics = loss(module, batches.take(rows, number), normalizer)
                     self.fabric.backward(value)
                 for name, figure in metrics.items():
                     self.metrics.share(f"{role}/{name}", figure, counts)
@@ -398,44 +390,60 @@ class HybridDataFlow:
         rows, receipt = self._exchange.there(batch, "actor", role)
         result = torch.zeros_like(rows.rollout_logprobs)
         if self._holds(role):
-            bins, _ = self._plan(role, Experience(rows, rows.prompt_lengths, rows.prompt_lengths > 0))
-            with torch.no_grad(), deterministic(self.modules[role]):
-                for part in bins:
-                    figures = run(self._wrapped[role], rows.select(part).trimmed())
+            batches, _ = self._plan(role, Experience(rows, rows.prompt_lengths, rows.prompt_lengths > 0))
+            with torch.no_grad(), self._ready(role):
+                for number, part in enumerate(batches.bins):
+                    figures = run(self._wrapped[role], batches.take(rows, number))
                     result[part, : figures.shape[1]] = figures
-        values = self._exchange.back(_Figures(result), receipt, "actor", role).values
+        values = self._exchange.back(Figures(result), receipt, "actor", role).values
         return values[:, : batch.response_width]
 
-    def _plan(self, role: str, rows: Experience) -> tuple[list[list[int]], Normalizer]:
+    def _plan(self, role: str, rows: Experience) -> tuple[MicroBatches, Normalizer]:
         """Cut rows into micro-batches, equally many on all data ranks, and count the tokens of all of them."""
         mask = rows.mask
-        bins = pack_padded(rows.rollout.lengths.tolist(), self.max_tokens_per_micro_batch)
-        own = [int(mask.sum()), int(mask.any(1).sum()), len(bins)]
+        batches = MicroBatches.cut(rows.sizes(), self.max_tokens_per_micro_batch, self._packing_of(role))
+        own = [*torch.stack([mask.sum(), mask.any(1).sum()]).tolist(), len(batches)]
         counts = gather_counts(own, self.strategy.group(role, "scores"))
-        bins += [[]] * (int(counts[:, 2].max()) - len(bins))
         normalizer = Normalizer(
             tokens=int(counts[:, 0].sum()),
             sequences=int(counts[:, 1].sum()),
             data_parallel_size=self.strategy.layout(role).data_size,
             max_length=self._max_response_length,
         )
-        return bins, normalizer
+        return batches.filled_up(int(counts[:, 2].max())), normalizer
+
+    def _packing_of(self, role: str) -> Packing:
+        """How the rows of a role run together: as asked, or padded where its model can do no better."""
+        problem = getattr(self.modules[role], "packing_problem", "its class is not one of lightning_verl.roles")
+        if self.packing == "padded" or problem is None:
+            return self.packing
+        if role not in self._padded:
+            self._padded.add(role)
+            rank_zero_info(f"HybridDataFlow: rows of the {role} are padded, {problem}.")
+        return "padded"
+
+    @contextmanager
+    def _ready(self, role: str) -> Iterator[None]:
+        """Passes of a role and their backward passes: without dropout, and without padding where it can."""
+        module: Any = self.modules[role]
+        with deterministic(module), nullcontext() if self._packing_of(role) == "padded" else module.without_padding():
+            yield
 
     def _score_in_micro_batches(self, reward: Any, rows: RolloutBatch) -> Scores:
-        bins, _ = self._plan("reward", Experience(rows, rows.prompt_lengths, rows.prompt_lengths > 0))
+        batches, _ = self._plan("reward", Experience(rows, rows.prompt_lengths, rows.prompt_lengths > 0))
         parts: list[Scores] = []
         error: Exception | None = None
-        with torch.no_grad():
-            for part in bins:
+        with torch.no_grad(), self._ready("reward"):
+            for number in range(len(batches)):
                 try:
-                    parts.append(reward.score(rows.select(part).trimmed()))
+                    parts.append(reward.score(batches.take(rows, number)))
                 except Exception as problem:  # the other ranks' passes wait for all of this rank's
                     if is_collective_failure(problem):
                         raise
                     error = error or problem
         if error is not None:
             raise error
-        return join_scores(parts, order=[row for part in bins for row in part])
+        return join_scores(parts, order=[row for part in batches.bins for row in part])
 
     def _record_resharding(self) -> None:
         report = self.strategy.reshard_report

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from lightning_verl import GRPO, PPO, SFT, Actor, Critic, HybridDataFlow, HybridStrategy, Reference
 from lightning_verl.algorithms.base import Algorithm
 from lightning_verl.data.experience import Experience, RolloutBatch
+from lightning_verl.data.microbatches import Packing
 from lightning_verl.data.sharding import split
 from lightning_verl.testing import run_ranks, tiny_model
 
@@ -42,14 +43,17 @@ class SGDCritic(Critic):
 
 
 def make_experience() -> Experience:
-    """Ten rows in five groups: unequal lengths, one empty response, one row that no reward scored."""
+    """Ten rows in five groups of a prompt: unequal lengths, one empty response, one row that no reward scored."""
     generator = torch.Generator().manual_seed(3)
     rows = GROUPS * SAMPLES
-    prompts = torch.randint(1, 6, (rows,), generator=generator)
+    prompts = torch.randint(1, 6, (GROUPS,), generator=generator).repeat_interleave(SAMPLES)
     responses = torch.randint(1, RESPONSE + 1, (rows,), generator=generator)
     responses[3] = 0
+    input_ids = torch.randint(3, 128, (rows, WIDTH), generator=generator)
+    same = torch.arange(WIDTH) < prompts[:, None]
+    input_ids = torch.where(same, input_ids[::SAMPLES].repeat_interleave(SAMPLES, 0), input_ids)
     rollout = RolloutBatch(
-        input_ids=torch.randint(3, 128, (rows, WIDTH), generator=generator),
+        input_ids=input_ids,
         prompt_lengths=prompts,
         response_lengths=responses,
         rollout_logprobs=torch.zeros(rows, RESPONSE),
@@ -72,7 +76,12 @@ def make_algorithm(name: str) -> Algorithm:
 
 
 def one_update(
-    family: str, algorithm: Algorithm, budget: int, strategy: HybridStrategy, options: Mapping[str, Any]
+    family: str,
+    algorithm: Algorithm,
+    budget: int,
+    strategy: HybridStrategy,
+    options: Mapping[str, Any],
+    packing: Packing = "shared",
 ) -> tuple[Steps, dict[str, float]]:
     """Train once on the same rows under any layout; return every parameter's step, whole, and the metrics."""
     fabric = Fabric(accelerator="cpu", strategy=strategy)
@@ -81,8 +90,9 @@ def one_update(
     actor = SGDActor(tiny_model(family), **options)
     critic = SGDCritic(tiny_model(family, seed=1))
     torch.nn.init.normal_(critic.value_head.weight, std=0.1, generator=torch.Generator().manual_seed(5))
+    reference = Reference(tiny_model(family, seed=2))
     flow = HybridDataFlow(
-        actor, critic, None, Reference(tiny_model(family, seed=2)), max_tokens_per_micro_batch=budget, max_grad_norm=1e9
+        actor, critic, None, reference, max_tokens_per_micro_batch=budget, packing=packing, max_grad_norm=1e9
     )
     flow.setup(fabric)
     flow.setup_optimizers()
@@ -113,13 +123,14 @@ def updates(
     mesh: tuple[int, int, int, int] | None,
     cuts: Sequence[tuple[str, str, int]],
     actor_options: Mapping[str, Any] | None = None,
+    packing: Packing = "shared",
     **options: Any,
 ) -> list[tuple[Steps, dict[str, float]]]:
     """``one_update`` for several families, algorithms and budgets, on the ranks that run this."""
     made = []
     for family, name, budget in cuts:
         strategy = HybridStrategy(mesh, config, **options)
-        made.append(one_update(family, make_algorithm(name), budget, strategy, actor_options or {}))
+        made.append(one_update(family, make_algorithm(name), budget, strategy, actor_options or {}, packing))
     return made
 
 
@@ -144,8 +155,8 @@ CUT_CASES = [("qwen3", name, budget) for name in ALGORITHMS for budget in (ONE_R
 
 @pytest.fixture(scope="module")
 def alone() -> dict[tuple[str, str], tuple[Steps, dict[str, float]]]:
-    """The updates of one process, by family and algorithm."""
-    made = updates({}, None, EVERY_CASE)
+    """The updates of one process on padded rows, by family and algorithm."""
+    made = updates({}, None, EVERY_CASE, packing="padded")
     return {(family, name): result for (family, name, _), result in zip(EVERY_CASE, made, strict=True)}
 
 
@@ -153,8 +164,9 @@ def expected_for(alone: Any, cases: Sequence[tuple[str, str, int]]) -> list[tupl
     return [alone[family, name] for family, name, _ in cases]
 
 
-def test_micro_batches_change_nothing(alone: Any) -> None:
-    assert_equal_updates(updates({}, None, CUT_CASES), expected_for(alone, CUT_CASES))
+@pytest.mark.parametrize("packing", get_args(Packing))
+def test_micro_batches_change_nothing(alone: Any, packing: Packing) -> None:
+    assert_equal_updates(updates({}, None, CUT_CASES, packing=packing), expected_for(alone, CUT_CASES))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -15,6 +15,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_verl.data.packed_rows import PackedRows
+from lightning_verl.data.packing import RowSize
+
 TBatch = TypeVar("TBatch", bound="RowBatch")
 
 
@@ -135,6 +138,8 @@ class RolloutBatch(RowBatch):
     """The temperature that log-probs are taken at."""
     weight_version: int = 0
     """The version of the weights that produced the responses."""
+    packed: PackedRows | None = None
+    """How the rows lie side by side for a pass without padding; a batch that is cut or widened has none."""
 
     def __len__(self) -> int:
         return int(self.input_ids.shape[0])
@@ -162,11 +167,46 @@ class RolloutBatch(RowBatch):
         places = (self.prompt_lengths[:, None] + columns).clamp(max=max(self.input_ids.shape[1] - 1, 0))
         return self.input_ids.gather(1, places).masked_fill(~self.response_mask, 0)
 
+    def sizes(self) -> list[RowSize]:
+        """The tokens of each row, and a number that adjacent rows of one prompt share (waits for the device once).
+
+        Prompts are compared token by token: rows of one ``group_ids`` that went on from different texts, as those of a
+        dialogue may, are no group.
+        """
+        columns = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
+        prompts = self.input_ids.masked_fill(columns >= self.prompt_lengths[:, None], -1)
+        differs = (prompts[1:] != prompts[:-1]).any(1) | (self.group_ids[1:] != self.group_ids[:-1])
+        groups = torch.nn.functional.pad(differs.cumsum(0), (1, 0))[: len(self)]
+        numbers = torch.stack([self.prompt_lengths, self.response_lengths, groups], dim=1).tolist()
+        return [RowSize(*row) for row in numbers]
+
+    def select(self, rows: Sequence[int] | Tensor) -> RolloutBatch:
+        """Return the given rows, in the given order, as a new batch."""
+        return replace(super().select(rows), packed=None)
+
+    def narrowed(self, length: int, response_width: int) -> RolloutBatch:
+        """The batch without columns behind the given ones.
+
+        Args:
+            length: Columns of ``input_ids`` to keep.
+            response_width: Columns of response-aligned tensors to keep.
+        """
+        return replace(
+            self,
+            input_ids=self.input_ids[:, :length],
+            rollout_logprobs=self.rollout_logprobs[:, :response_width],
+            packed=None,
+        )
+
     def trimmed(self) -> RolloutBatch:
-        """The batch without columns that are padding in every row."""
-        longest = int(self.lengths.max()) if len(self) else 1
-        width = int(self.response_lengths.max()) if len(self) else 1
-        return replace(self, input_ids=self.input_ids[:, :longest], rollout_logprobs=self.rollout_logprobs[:, :width])
+        """The batch without columns that are padding in every row (waits for the device)."""
+        if not len(self):
+            return self.narrowed(1, 1)
+        return self.narrowed(int(self.lengths.max()), int(self.response_lengths.max()))
+
+    def with_packed(self, packed: PackedRows) -> RolloutBatch:
+        """The batch with a way to run it without padding."""
+        return replace(self, packed=packed)
 
 
 @dataclass
@@ -216,9 +256,42 @@ class Experience(RowBatch):
             )
         return tensor
 
-    def trimmed(self) -> Experience:
-        """The experience without columns that are padding in every row."""
-        rollout = self.rollout.trimmed()
+    def sizes(self) -> list[RowSize]:
+        """The tokens and the group of each row (waits for the device)."""
+        return self.rollout.sizes()
+
+    def select(self, rows: Sequence[int] | Tensor) -> Experience:
+        """Return the given rows, in the given order, as a new batch."""
+        taken: Experience = super().select(rows)
+        taken.rollout.packed = None
+        return taken
+
+    def narrowed(self, length: int, response_width: int) -> Experience:
+        """The experience without columns behind the given ones, see ``RolloutBatch.narrowed``."""
         names = ("old_logprobs", "ref_logprobs", "values", "advantages", "returns")
         present = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return replace(self, rollout=rollout, **{n: v[:, : rollout.response_width] for n, v in present.items()})
+        rollout = self.rollout.narrowed(length, response_width)
+        return replace(self, rollout=rollout, **{name: v[:, :response_width] for name, v in present.items()})
+
+    def with_packed(self, packed: PackedRows) -> Experience:
+        """The experience with a way to run its rows without padding."""
+        return replace(self, rollout=self.rollout.with_packed(packed))
+
+
+@dataclass
+class Figures(RowBatch):
+    """One figure of each token, on its way back to the rows it belongs to."""
+
+    values: Tensor
+    """``[N, R]``."""
+
+    def __len__(self) -> int:
+        return int(self.values.shape[0])
+
+
+@dataclass
+class Scored(Figures):
+    """Scores of sequences, on their way back: ``values`` is ``[N]``."""
+
+    valid: Tensor
+    """Whether they count, bool ``[N]``."""

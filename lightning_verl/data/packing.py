@@ -3,7 +3,25 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RowSize:
+    """The tokens of a row."""
+
+    prompt: int
+    """Of its prompt."""
+    response: int
+    """Of its response."""
+    group: int
+    """Rows of one group have the same prompt."""
+
+    @property
+    def tokens(self) -> int:
+        """All of them."""
+        return self.prompt + self.response
 
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -37,6 +55,42 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
         bins[place].append(row)
         totals[place] += lengths[row]
     return [sorted(rows) for rows in bins]
+
+
+def pack_groups(sizes: Sequence[RowSize], budget: int) -> list[list[int]]:
+    """Put rows into few bins of at most ``budget`` tokens, where rows of a group in one bin share their prompt's.
+
+    A group stays together where it fits into a bin. A larger one is divided into parts that are as full as they can be,
+    and each of them has the prompt again.
+
+    Args:
+        sizes: Those of the rows.
+        budget: Most tokens in a bin. A single row that is longer gets a bin of its own.
+
+    Returns:
+        The bins, the one with the largest group first; each lists its row numbers in ascending order. No rows: no bins.
+
+    Raises:
+        ValueError: ``budget`` is below 1.
+    """
+    parts = list(_group_parts(sizes, budget))
+    costs = [sizes[part[0]].prompt + sum(sizes[row].response for row in part) for part in parts]
+    return [sorted(row for number in numbers for row in parts[number]) for numbers in pack(costs, budget)]
+
+
+def _group_parts(sizes: Sequence[RowSize], budget: int) -> Iterator[list[int]]:
+    """The rows of each group, divided where they are too many tokens for a bin."""
+    groups: dict[int, list[int]] = {}
+    for row, size in enumerate(sizes):
+        groups.setdefault(size.group, []).append(row)
+    for rows in groups.values():
+        room = budget - sizes[rows[0]].prompt
+        if sum(sizes[row].response for row in rows) <= room:
+            yield rows
+        elif room < 1:
+            yield from ([row] for row in rows)
+        else:
+            yield from ([rows[place] for place in part] for part in pack([sizes[row].response for row in rows], room))
 
 
 def pack_padded(lengths: Sequence[int], budget: int) -> list[list[int]]:

@@ -6,6 +6,7 @@ import importlib
 import inspect
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import cache
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -124,6 +125,48 @@ def reduce_scatter_flat(
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     work: dist.Work | None = scatter(output, tensor, op=operation, group=group, async_op=async_op)
     return work
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    scaling: float,
+    window: int | None,
+) -> Tensor:
+    """Causal attention over sequences of unequal length, by torch's kernel (CUDA, bf16 or fp16).
+
+    The last query of a sequence sees all its keys, the one before all but one, and so on: fewer queries than keys go
+    on from what the first keys are of. torch 2.12 began to ask whether heads are grouped.
+
+    Args:
+        query: ``[T, H, D]``.
+        key: ``[L, K, D]``.
+        value: ``[L, K, D]``.
+        starts: Where each sequence's queries and keys start and the last one's end, int32 ``[S + 1]`` each.
+        longest: Most queries and most keys of a sequence.
+        scaling: What scores are multiplied by.
+        window: Keys that a query sees, itself included; None: all.
+
+    Returns:
+        ``[T, H, D]``.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: dict[str, Any] = {"enable_gqa": True} if _asks_for_groups() else {}
+    window_size = (window - 1 if window else -1, 0)
+    return varlen_attn(  # type: ignore[return-value]
+        query, key, value, *starts, *longest, scale=scaling, window_size=window_size, **options
+    )
+
+
+@cache
+def _asks_for_groups() -> bool:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def checkpoint_weights(model: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:

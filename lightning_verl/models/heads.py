@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lightning_verl.models.attention import PackedSequence
+
 
 def hidden_states(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
     """The last hidden states, after the final norm.
@@ -23,6 +25,20 @@ def hidden_states(model: PreTrainedModel, input_ids: Tensor, position_ids: Tenso
     """
     output = model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
     return output.last_hidden_state  # type: ignore[no-any-return]
+
+
+def packed_states(model: PreTrainedModel, sequence: PackedSequence) -> Tensor:
+    """The last hidden states of rows that lie side by side, after the final norm, ``[T, H]``.
+
+    To be called while the model's attention is that of ``models.attention`` (``attention_named``), its backward pass
+    too: layers that are recomputed run their attention again.
+
+    Args:
+        model: A causal model, with or without a head.
+        sequence: The rows.
+    """
+    output = model.base_model(input_ids=sequence.ids, position_ids=sequence.positions, use_cache=False, packed=sequence)
+    return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
 
 def output_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -37,9 +38,17 @@ def load_model(source: ModelSource, kind: Literal["causal", "base", "score"]) ->
     if isinstance(source, PretrainedConfig):
         if kind == "score":
             source.num_labels = 1
-        return factory.from_config(source, dtype=torch.float32)  # type: ignore[no-any-return]
-    options: dict[str, Any] = {"num_labels": 1} if kind == "score" else {}
+        return factory.from_config(source, dtype=torch.float32, **_attention_of(source))  # type: ignore[no-any-return]
+    options = _attention_of(AutoConfig.from_pretrained(str(source)))
+    if kind == "score":
+        options["num_labels"] = 1
     return factory.from_pretrained(str(source), dtype=torch.float32, **options)  # type: ignore[no-any-return]
+
+
+def _attention_of(config: PretrainedConfig) -> dict[str, Any]:
+    """What a model must run attention with: SDPA, the default, leaves out the cap of Gemma 2's scores silently."""
+    is_capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    return {"attn_implementation": "eager"} if is_capped and config._attn_implementation in (None, "sdpa") else {}
 
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:

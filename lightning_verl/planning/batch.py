@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_verl.data.microbatches import MicroBatches, Packing
+from lightning_verl.data.packing import RowSize
 from lightning_verl.data.sharding import local_minibatch_sizes
 
 
@@ -20,11 +22,13 @@ class BatchSizes:
     epochs: int
     """Passes over the rows of a step."""
     max_tokens_per_micro_batch: int
-    """Positions that one forward pass may hold on a rank."""
+    """Tokens that one forward pass may hold on a rank."""
     prompt_tokens: int
     """Tokens of the longest prompt."""
     response_tokens: int
     """Tokens of the longest response."""
+    packing: Packing = "padded"
+    """How rows run together."""
 
     @property
     def row_tokens(self) -> int:
@@ -36,10 +40,30 @@ class BatchSizes:
         """Mini-batches that a rollout batch feeds in one pass."""
         return self.rollout_batch_size / self.update_batch_size
 
-    @property
-    def rows_per_micro_batch(self) -> int:
-        """Rows of the greatest length in one forward pass; a row over the limit has one for itself."""
-        return max(1, self.max_tokens_per_micro_batch // self.row_tokens)
+    def micro_batches(self, rows: int, together: bool) -> tuple[int, int, int]:
+        """How rows of the greatest length are cut.
+
+        Args:
+            rows: How many.
+            together: Whether the samples of a prompt lie together; else each is taken to have a prompt of its own.
+
+        Returns:
+            Micro-batches, and of the one with the most tokens those tokens and the tokens of responses among them.
+        """
+        if self.packing == "shared" and together and self.samples_per_prompt > 1:
+            groups = [row // self.samples_per_prompt for row in range(rows)]
+            sizes = [RowSize(self.prompt_tokens, self.response_tokens, group) for group in groups]
+            bins = MicroBatches.cut(sizes, self.max_tokens_per_micro_batch, "shared").bins
+            tokens = [
+                len({groups[row] for row in part}) * self.prompt_tokens + len(part) * self.response_tokens
+                for part in bins
+            ]
+            if not bins:
+                return 0, 0, 0
+            fullest = max(range(len(bins)), key=tokens.__getitem__)
+            return len(bins), tokens[fullest], len(bins[fullest]) * self.response_tokens
+        most = min(rows, max(1, self.max_tokens_per_micro_batch // self.row_tokens))
+        return -(-rows // max(1, most)), most * self.row_tokens, most * self.response_tokens
 
 
 @dataclass(frozen=True)
@@ -55,11 +79,11 @@ class RoleBatch:
     micro_batches: int
     """Micro-batches of a mini-batch, if every row has the greatest length."""
     micro_batch_tokens: int
-    """Positions of a micro-batch then."""
+    """Tokens of a micro-batch then."""
     micro_batch_responses: int
     """Tokens of responses among them, the only ones with logits."""
     scoring_tokens: int
-    """Positions of one forward pass in scoring then."""
+    """Tokens of one forward pass in scoring then."""
     scoring_responses: int
     """Tokens of responses among them."""
 
@@ -83,16 +107,17 @@ class RoleBatch:
         else:
             rows = _shares(sizes.rollout_batch_size * each, data_size)
             minibatch_rows = _shares(sizes.update_batch_size * each, data_size)
-        together, scored = (min(sizes.rows_per_micro_batch, most) for most in (minibatch_rows[1], rows[1]))
+        micro_batches, tokens, responses = sizes.micro_batches(minibatch_rows[1], as_the_actor)
+        _, scoring_tokens, scoring_responses = sizes.micro_batches(rows[1], as_the_actor)
         return cls(
             rows=rows,
             minibatch_rows=minibatch_rows,
             minibatches=-(-sizes.rollout_batch_size // sizes.update_batch_size),
-            micro_batches=-(-minibatch_rows[1] // together),
-            micro_batch_tokens=together * sizes.row_tokens,
-            micro_batch_responses=together * sizes.response_tokens,
-            scoring_tokens=scored * sizes.row_tokens,
-            scoring_responses=scored * sizes.response_tokens,
+            micro_batches=micro_batches,
+            micro_batch_tokens=tokens,
+            micro_batch_responses=responses,
+            scoring_tokens=scoring_tokens,
+            scoring_responses=scoring_responses,
         )
 
 

@@ -233,11 +233,12 @@ def _sizes(config: TrainConfig, algorithm: Algorithm) -> BatchSizes:
         max_tokens_per_micro_batch=batch.max_tokens_per_micro_batch,
         prompt_tokens=config.data.max_prompt_length or ASSUMED_PROMPT_TOKENS,
         response_tokens=config.sampling.max_new_tokens,
+        packing=batch.packing,
     )
     problems = [
         f"batch: {name}={value}; it takes a whole number of at least 1."
         for name, value in vars(sizes).items()
-        if value < 1
+        if isinstance(value, int) and value < 1
     ]
     if sizes.update_batch_size > sizes.rollout_batch_size:
         problems.append(

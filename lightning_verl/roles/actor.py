@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightning_verl.data.experience import RolloutBatch
-from lightning_verl.models.heads import hidden_states, output_logits
+from lightning_verl.models.heads import output_logits
 from lightning_verl.models.load import ModelSource, add_lora, load_model, load_tokenizer
 from lightning_verl.models.logprobs import logprobs_from_hidden
-from lightning_verl.roles.base import LoraSource, Role, model_inputs, response_places, spread
+from lightning_verl.roles.base import LoraSource, Role, spread
 from lightning_verl.rollout.base import RolloutEngine
 from lightning_verl.rollout.engines import build_engine, check_engine, rollout_weights
 from lightning_verl.strategies.engine import RolloutWeights
@@ -73,14 +73,9 @@ class Actor(Role):
         Returns:
             Log-probs and entropy (or None), float32 ``[N, R]``, 0 outside the response.
         """
-        hidden = hidden_states(self.model, model_inputs(batch))
-        rows, columns = response_places(batch)
+        hidden, targets = self.response_states(batch)
         logprobs, entropy = logprobs_from_hidden(
-            hidden[rows, columns],
-            partial(output_logits, self.model),
-            batch.input_ids[rows, columns + 1],
-            temperature,
-            with_entropy=with_entropy,
+            hidden, partial(output_logits, self.model), targets, temperature, with_entropy=with_entropy
         )
         return spread(logprobs, batch), None if entropy is None else spread(entropy, batch)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +12,8 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 from lightning_verl.data.experience import RolloutBatch
+from lightning_verl.models.attention import NAME, PackedSequence, attention_named, attention_problem
+from lightning_verl.models.heads import hidden_states, packed_states
 from lightning_verl.parallel.checkpointing import ActivationCheckpointing
 
 
@@ -47,24 +51,64 @@ class Role(LightningModule):
         self.weight_decay = weight_decay
         self.betas = betas
         self.activation_checkpointing = activation_checkpointing
+        self._is_padded = True
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW over the trained parameters; override it for another optimizer."""
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=self.weight_decay, betas=self.betas)
 
+    @property
+    def packing_problem(self) -> str | None:
+        """Why the model cannot run rows side by side, without padding; None if it can."""
+        return attention_problem(self.model)
+
+    @contextmanager
+    def without_padding(self) -> Iterator[None]:
+        """Let batches with ``packed`` run without padding; the context is open for their backward passes too.
+
+        Raises:
+            ValueError: The model cannot.
+        """
+        if problem := self.packing_problem:
+            raise ValueError(
+                f"{type(self).__name__} cannot run {type(self.model).__name__} without padding: {problem}. "
+                "Use HybridDataFlow(packing='padded')."
+            )
+        with attention_named(self.model, NAME):
+            self._is_padded = False
+            try:
+                yield
+            finally:
+                self._is_padded = True
+
+    def response_states(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+        """Run the model.
+
+        Args:
+            batch: The sequences. Without rows the model runs on a made-up token, because the other ranks of a sharded
+                model wait for this one.
+
+        Returns:
+            The hidden states that predict each response token, ``[M, H]``, and the ids of those tokens, int64 ``[M]``,
+            row after row.
+        """
+        if batch.packed is not None and not self._is_padded:
+            states = packed_states(self.model, PackedSequence(batch.input_ids, batch.packed))
+            return states[batch.packed.predicting], batch.input_ids.flatten()[batch.packed.responses]
+        rows, offsets = batch.response_mask.nonzero(as_tuple=True)
+        columns = batch.prompt_lengths[rows] + offsets
+        return hidden_states(self.model, _padded_ids(batch))[rows, columns - 1], batch.input_ids[rows, columns]
+
+    def last_states(self, batch: RolloutBatch) -> Tensor:
+        """Run the model, see ``response_states``; returns the hidden state of each row's last token, ``[N, H]``."""
+        if batch.packed is not None and not self._is_padded:
+            return packed_states(self.model, PackedSequence(batch.input_ids, batch.packed))[batch.packed.last]
+        states = hidden_states(self.model, _padded_ids(batch))
+        return states[torch.arange(len(batch), device=states.device), (batch.lengths - 1).clamp(min=0)]
+
 
 LoraSource = dict[str, Any] | LoraConfig | None
-
-
-def response_places(batch: RolloutBatch) -> tuple[Tensor, Tensor]:
-    """Where the hidden states that predict response tokens are.
-
-    Returns:
-        ``(rows, columns)`` of the positions that predict each response token, int64 ``[tokens]``, row after row.
-    """
-    rows, offsets = batch.response_mask.nonzero(as_tuple=True)
-    return rows, batch.prompt_lengths[rows] + offsets - 1
 
 
 def spread(values: Tensor, batch: RolloutBatch) -> Tensor:
@@ -73,11 +117,6 @@ def spread(values: Tensor, batch: RolloutBatch) -> Tensor:
     return torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_scatter(mask, values.float())
 
 
-def model_inputs(batch: RolloutBatch) -> Tensor:
-    """The token ids to run a model on, ``[N, T]``; a single made-up token where there are no rows.
-
-    A rank without rows must still run the model, because the other ranks of a sharded model wait for it.
-    """
-    if len(batch):
-        return batch.input_ids
-    return batch.input_ids.new_zeros((1, 1))
+def _padded_ids(batch: RolloutBatch) -> Tensor:
+    """The token ids to run a model on, ``[N, T]``; a single made-up token where there are no rows."""
+    return batch.input_ids if len(batch) else batch.input_ids.new_zeros((1, 1))

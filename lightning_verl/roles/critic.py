@@ -7,9 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_verl.data.experience import RolloutBatch
-from lightning_verl.models.heads import hidden_states
 from lightning_verl.models.load import ModelSource, add_lora, load_model
-from lightning_verl.roles.base import LoraSource, Role, model_inputs, response_places, spread
+from lightning_verl.roles.base import LoraSource, Role, spread
 
 
 class Critic(Role):
@@ -42,6 +41,5 @@ class Critic(Role):
         Returns:
             float32 ``[N, R]``, 0 outside the response.
         """
-        hidden = hidden_states(self.model, model_inputs(batch))
-        rows, columns = response_places(batch)
-        return spread(self.value_head(hidden[rows, columns]).squeeze(-1), batch)
+        hidden, _ = self.response_states(batch)
+        return spread(self.value_head(hidden).squeeze(-1), batch)

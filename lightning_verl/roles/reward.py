@@ -11,7 +11,7 @@ from lightning_verl.data.experience import RolloutBatch
 from lightning_verl.models.load import ModelSource, load_model
 from lightning_verl.models.modes import deterministic
 from lightning_verl.rewards.functions import Scores, refuse_lora
-from lightning_verl.roles.base import LoraSource, Role, model_inputs
+from lightning_verl.roles.base import LoraSource, Role
 
 
 class Reward(Role):
@@ -35,11 +35,7 @@ class Reward(Role):
 
     def forward(self, batch: RolloutBatch) -> Tensor:
         """The score of each sequence, float32 ``[N]``."""
-        inputs = model_inputs(batch)
-        hidden = self.model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
-        last = (batch.lengths - 1).clamp(min=0)
-        rows = torch.arange(len(batch), device=inputs.device)
-        return self.model.score(hidden[rows, last]).float().squeeze(-1)  # type: ignore[no-any-return]
+        return self.model.score(self.last_states(batch)).float().squeeze(-1)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def score(self, batch: RolloutBatch) -> Scores:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_verl.data.packing import balance, pack, pack_padded
+from lightning_verl.data.packing import RowSize, balance, pack, pack_groups, pack_padded
 
 
 def test_pack_fills_bins_longest_row_first():
@@ -46,6 +46,37 @@ def test_pack_padded_bounds_rows_times_the_longest_row():
     assert pack_padded([20] * 5, budget=100) == [[0, 1, 2, 3, 4]]
     assert pack_padded([7], budget=5) == [[0]]
     assert pack_padded([], budget=5) == []
+
+
+def test_pack_groups_keeps_groups_together_and_counts_their_prompt_once():
+    # Group 0: 4 + 2 + 3 + 1 = 10 tokens, group 1: 2 + 5 = 7, group 2: 1 + 1 + 1 = 3. Into bins of 10: 10 | 7 + 3.
+    sizes = [RowSize(4, 2, 0), RowSize(4, 3, 0), RowSize(4, 1, 0), RowSize(2, 5, 1), RowSize(1, 1, 2), RowSize(1, 1, 2)]
+    assert pack_groups(sizes, budget=10) == [[0, 1, 2], [3, 4, 5]]
+    assert pack_groups(sizes, budget=20) == [[0, 1, 2, 3, 4, 5]]
+    assert pack_groups([], budget=5) == []
+
+
+def test_pack_groups_divides_a_group_that_is_too_large():
+    # Bins of 9 have room for 9 - 4 = 5 response tokens: 5 | 3 + 2 | 2, each with the prompt again. The prompt alone
+    # fills a bin of 4, so every row has its own.
+    sizes = [RowSize(4, 2, 0), RowSize(4, 3, 0), RowSize(4, 5, 0), RowSize(4, 2, 0)]
+    assert pack_groups(sizes, budget=9) == [[2], [0, 1], [3]]
+    assert pack_groups(sizes, budget=4) == [[2], [1], [0], [3]]
+
+
+def test_pack_groups_holds_every_row_once_within_the_budget():
+    generator = torch.Generator().manual_seed(0)
+    for count in range(1, 40):
+        prompts = torch.randint(1, 20, (8,), generator=generator).tolist()
+        groups = torch.randint(0, 8, (count,), generator=generator).tolist()
+        responses = torch.randint(0, 30, (count,), generator=generator).tolist()
+        sizes = [RowSize(prompts[group], response, group) for group, response in zip(groups, responses, strict=True)]
+        bins = pack_groups(sizes, budget=40)
+        assert sorted(row for rows in bins for row in rows) == list(range(count))
+        for rows in bins:
+            shared = {sizes[row].group: sizes[row].prompt for row in rows}
+            tokens = sum(shared.values()) + sum(sizes[row].response for row in rows)
+            assert tokens <= 40 or len(rows) == 1
 
 
 def test_pack_refuses_bad_input():

@@ -44,4 +44,14 @@ def test_micro_batches_hold_at_least_a_row() -> None:
 
 @pytest.mark.parametrize(("limit", "rows"), [(29, 1), (59, 1), (60, 2), (100, 3)])
 def test_rows_of_a_micro_batch(limit: int, rows: int) -> None:
-    assert replace(SIZES, max_tokens_per_micro_batch=limit).rows_per_micro_batch == rows
+    assert replace(SIZES, max_tokens_per_micro_batch=limit).micro_batches(6, True)[1] == rows * 30
+
+
+def test_samples_of_a_prompt_share_its_tokens() -> None:
+    # A prompt and three responses are 10 + 3 x 20 = 70 tokens. 140 hold two of the four groups, and 120 response
+    # tokens; in 50 a prompt and two responses fit, the third has the prompt again: 50 and 30, for each group.
+    shared = replace(SIZES, packing="shared")
+    assert replace(shared, max_tokens_per_micro_batch=140).micro_batches(12, True) == (2, 140, 120)
+    assert replace(shared, max_tokens_per_micro_batch=50).micro_batches(12, True) == (8, 50, 40)
+    assert replace(shared, max_tokens_per_micro_batch=140).micro_batches(12, False) == (3, 120, 80)
+    assert shared.micro_batches(0, True) == (0, 0, 0)

@@ -51,6 +51,18 @@ def test_an_actor_comes_from_a_folder_a_config_or_a_module(folder: Path) -> None
         random.require_tokenizer()
 
 
+def test_caps_of_attention_scores_are_not_left_out(tmp_path: Path) -> None:
+    """With SDPA, their default, models of Gemma 2 forget the cap; the one of the tests is small enough to tell."""
+    config = tiny_config("gemma2", attn_implementation="sdpa")
+    expected, _ = Actor(tiny_model("gemma2"))(some_rows())
+    tiny_model("gemma2", attn_implementation="sdpa").save_pretrained(tmp_path)
+    char_tokenizer().save_pretrained(str(tmp_path))
+    torch.testing.assert_close(Actor(tmp_path)(some_rows())[0], expected)
+    assert Actor(config, tokenizer=char_tokenizer()).model.config._attn_implementation == "eager"
+    chosen = tiny_config("gemma2", attn_implementation="flex_attention")
+    assert Actor(chosen, tokenizer=char_tokenizer()).model.config._attn_implementation == "flex_attention"
+
+
 def test_log_probs_are_those_of_the_plain_model() -> None:
     """By hand from the logits of one row: the token at place t is predicted at t - 1, logits divided by 0.7."""
     batch = some_rows(1)

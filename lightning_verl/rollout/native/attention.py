@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 
+from lightning_verl.models.attention import attend, attention_named, unknown_inputs
 from lightning_verl.rollout.native.cache import as_bytes
 
 NAME = "lightning_verl_paged"
@@ -106,18 +106,12 @@ def probing() -> Iterator[list[SeenLayer]]:
 def paged_attention(model: PreTrainedModel) -> Iterator[None]:
     """Have every attention layer of a model use the cache, and put back what was there."""
     modules: list[Any] = [module for module in model.modules() if hasattr(module, "layer_idx")]
-    owners: list[Any] = [module for module in model.modules() if hasattr(module, "config")]
-    configs = {id(owner.config): owner.config for owner in owners}
-    before = {key: config._attn_implementation for key, config in configs.items()}
     try:
         for module in modules:
             module.kv_layer = _layer_tensor(int(module.layer_idx))
-        for config in configs.values():
-            config._attn_implementation = NAME
-        yield
+        with attention_named(model, NAME):
+            yield
     finally:
-        for key, config in configs.items():
-            config._attn_implementation = before[key]
         for module in modules:
             vars(module).pop("kv_layer", None)  # an interrupt may have come before all had theirs
 
@@ -153,18 +147,10 @@ def _forward(
     return output, None
 
 
-_NOT_OURS = ("s_aux", "position_bias", "indices", "block_indices")
-"""What some models give their attention besides: sinks, biases, the keys of sparse attention."""
-
-
 def _check_layer(module: nn.Module, key: Tensor, value: Tensor, others: Mapping[str, Any]) -> None:
-    given = [name for name in _NOT_OURS if others.get(name) is not None]
-    reason = f"gives its attention {', '.join(given)}" if given else ""
-    if key.shape != value.shape:
-        reason = f"has keys of {key.shape[-1]} and values of {value.shape[-1]} numbers a head"
-    if reason:
+    if problem := unknown_inputs(key, value, others):
         raise ValueError(
-            f"NativeEngine: {type(module).__name__} {reason}, which the cache of blocks does not do. "
+            f"NativeEngine: {type(module).__name__} {problem}, which the cache of blocks does not do. "
             "Use engine='transformers'."
         )
 
@@ -214,15 +200,7 @@ def _attend(
     # Where nobody looks, an earlier user of the block may have left NaN, and 0 x NaN is NaN.
     unseen = ~mask.any(2)[..., None]
     own_keys, own_values = own_keys.masked_fill_(unseen, 0), own_values.masked_fill_(unseen, 0)
-    if softcap:
-        group = queries.shape[1] // own_keys.shape[1]
-        own_keys, own_values = own_keys.repeat_interleave(group, 1), own_values.repeat_interleave(group, 1)
-        scores = softcap * torch.tanh(queries @ own_keys.transpose(2, 3) * (scaling / softcap))
-        output = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ own_values
-    else:
-        output = functional.scaled_dot_product_attention(
-            queries, own_keys, own_values, attn_mask=mask, scale=scaling, enable_gqa=True
-        )
+    output = attend(queries, own_keys, own_values, mask, scaling, softcap)
     return output.transpose(1, 2)
 
 

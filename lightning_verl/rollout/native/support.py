@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_verl.models.attention import attention_problem
+
 TESTED = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma", "gemma2", "gemma3_text", "gpt2")
 """Values of ``config.model_type`` for which its tokens were held against those of ``model.generate``."""
-
-_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def check_native(model: Any) -> None:
@@ -26,19 +26,13 @@ def check_native(model: Any) -> None:
 
 def native_problem(model: Any) -> str | None:
     """Why the native engine cannot run a model; None if it can."""
-    config = getattr(model, "config", None)
-    if config is None or config.is_encoder_decoder or not model.can_generate():
-        return "it is not a causal language model with generate()"
+    problem = attention_problem(model)
+    if problem is not None:
+        return problem
+    if not model.can_generate():
+        return "it has no generate()"
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         return "its adapter puts tokens of its own in front of the prompts"
-    if not getattr(model, "_supports_attention_backend", False):
-        return "its attention does not go through the attention interface of transformers"
-    config = config.get_text_config()
-    others = set(getattr(config, "layer_types", None) or ()) - _LAYERS
-    if others:
-        return f"its layers are of the types {sorted(others)}, and the cache holds {sorted(_LAYERS)} only"
-    if getattr(config, "use_bidirectional_attention", False):
-        return "its attention is not causal"
     return None
 
 

@@ -1,0 +1,248 @@
+"""Attention over rows that lie side by side in one sequence, and how it takes the place of a model's own.
+
+transformers lets a name stand for an attention function (``config._attn_implementation``) and hands it what the model's
+forward is given by name. Rotary embeddings, norms and grouped heads stay the model's own business.
+
+Shape letters: T tokens of the sequence, H heads, K key-value heads, D head dim, S runs of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface, PreTrainedModel
+
+from lightning_verl.data.packed_rows import PackedRows, Run
+from lightning_verl.models.compat import varlen_attention
+
+NAME = "lightning_verl_packed"
+"""The name of the attention function in ``config._attn_implementation``."""
+
+_LAYERS = {"full_attention", "sliding_attention"}
+_NOT_OURS = ("s_aux", "position_bias", "indices", "block_indices")
+"""What some models give their attention besides: sinks, biases, the keys of sparse attention."""
+
+
+@contextmanager
+def attention_named(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Have every attention layer of a model use the function of a name, and put back what was there."""
+    owners: list[Any] = [module for module in model.modules() if hasattr(module, "config")]
+    configs = {id(owner.config): owner.config for owner in owners}
+    before = {key: config._attn_implementation for key, config in configs.items()}
+    try:
+        for config in configs.values():
+            config._attn_implementation = name
+        yield
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation = before[key]
+
+
+def attention_problem(model: Any) -> str | None:
+    """Why a model's attention cannot be replaced by a function of ours; None if it can."""
+    config = getattr(model, "config", None)
+    if config is None or getattr(config, "is_encoder_decoder", False):
+        return "it is not a causal language model of transformers"
+    if not getattr(model, "_supports_attention_backend", False):
+        return "its attention does not go through the attention interface of transformers"
+    config = config.get_text_config()
+    others = set(getattr(config, "layer_types", None) or ()) - _LAYERS
+    if others:
+        return f"its layers are of the types {sorted(others)}, not only {sorted(_LAYERS)}"
+    if getattr(config, "use_bidirectional_attention", False):
+        return "its attention is not causal"
+    return None
+
+
+def unknown_inputs(key: Tensor, value: Tensor, others: Mapping[str, Any]) -> str:
+    """What an attention layer gives its function that ours do not take; empty if nothing."""
+    given = [name for name in _NOT_OURS if others.get(name) is not None]
+    if key.shape != value.shape:
+        return f"has keys of {key.shape[-1]} and values of {value.shape[-1]} numbers a head"
+    return f"gives its attention {', '.join(given)}" if given else ""
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float, softcap: float = 0.0) -> Tensor:
+    """Attention with a mask and grouped heads, in plain torch.
+
+    Args:
+        queries: ``[G, H, Q, D]``.
+        keys: ``[G, K, L, D]``.
+        values: ``[G, K, L, D]``.
+        mask: Which keys a query sees, at least one, bool ``[G, 1, Q, L]``.
+        scaling: What scores are multiplied by.
+        softcap: Scores ``x`` become ``softcap * tanh(x / softcap)``; 0: they stay.
+
+    Returns:
+        ``[G, H, Q, D]``.
+    """
+    if not softcap:
+        return functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, scale=scaling, enable_gqa=True
+        )
+    group = queries.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    scores = softcap * torch.tanh(queries @ keys.transpose(2, 3) * (scaling / softcap))
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ values
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Runs that are attended to together with plain torch: G of them, padded to Q tokens that see up to L."""
+
+    queries: Tensor
+    """Where their tokens lie, int64 ``[G x Q]``; padding repeats the last of a run."""
+    keys: Tensor
+    """Where the tokens lie that they see, int64 ``[G x L]``."""
+    last_seen: Tensor
+    """The place of a query among the keys of its run, int64 ``[G, 1, Q, 1]``."""
+    masks: dict[int, Tensor]
+    """By sliding window (0 for none): which keys a query sees, bool ``[G, 1, Q, L]``."""
+
+    def mask(self, window: int) -> Tensor:
+        """Make it on first use: all layers with the same window share it."""
+        if window not in self.masks:
+            places = torch.arange(self.keys.numel() // self.last_seen.shape[0], device=self.keys.device)
+            seen = places <= self.last_seen
+            if window:
+                seen &= places > self.last_seen - window
+            self.masks[window] = seen
+        return self.masks[window]
+
+
+class PackedSequence:
+    """Token ids of a micro-batch in one sequence, and what attention must know of it.
+
+    Args:
+        input_ids: The rows, right-padded, int64 ``[N, width]``.
+        rows: How they lie in the sequence, on the same device.
+    """
+
+    def __init__(self, input_ids: Tensor, rows: PackedRows) -> None:
+        self.ids = input_ids.flatten()[rows.source][None] if input_ids.numel() else rows.source[None]
+        """int64 ``[1, T]``."""
+        self.positions = rows.positions[None]
+        """int64 ``[1, T]``."""
+        runs, device = rows.runs, self.ids.device
+        self._runs = runs
+        counts, seen = [run.count for run in runs], [run.seen for run in runs]
+        self.longest, self.longest_seen = max(counts), max(seen)
+        self.starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32).to(device)
+        """Where each run starts, and the end of the last, int32 ``[S + 1]``."""
+        self.seen_starts = torch.tensor([0, *accumulate(seen)], dtype=torch.int32).to(device)
+        """The same of the tokens that the runs see, one run's after the other's."""
+        self.seen: Tensor | None = None
+        """Where those lie, int64; None: the runs see themselves only."""
+        if any(run.prefix for run in runs):
+            self.seen = torch.cat([_seen(run) for run in runs]).to(device)
+
+    @cached_property
+    def blocks(self) -> tuple[_Block, ...]:
+        """The runs for plain torch: those that go on from a prompt, and the others."""
+        parts = [[run for run in self._runs if bool(run.prefix) == prefixed] for prefixed in (False, True)]
+        return tuple(_block(part, self.ids.device) for part in parts if part)
+
+    @cached_property
+    def places(self) -> Tensor:
+        """Where the output of each token lies among those of the blocks, int64 ``[T]``."""
+        places = torch.empty(self.ids.shape[1], dtype=torch.int64)
+        first = 0
+        for prefixed in (False, True):
+            part = [run for run in self._runs if bool(run.prefix) == prefixed]
+            longest = max((run.count for run in part), default=0)
+            for run in part:
+                places[run.start : run.start + run.count] = torch.arange(first, first + run.count)
+                first += longest
+        return places.to(self.ids.device)
+
+
+def _seen(run: Run) -> Tensor:
+    own = torch.arange(run.start, run.start + run.count)
+    return torch.cat([torch.arange(run.prefix_start, run.prefix_start + run.prefix), own])
+
+
+def _block(runs: Sequence[Run], device: torch.device) -> _Block:
+    starts, counts, prefixes, prefix_starts = torch.tensor(
+        [(run.start, run.count, run.prefix, run.prefix_start) for run in runs]
+    ).T[..., None]
+    offsets = torch.arange(int(counts.max())).minimum(counts - 1)
+    keys = torch.arange(int((prefixes + counts).max())).minimum(prefixes + counts - 1)
+    places = torch.where(keys < prefixes, prefix_starts + keys, starts + keys - prefixes)
+    return _Block(
+        queries=(starts + offsets).flatten().to(device),
+        keys=places.flatten().to(device),
+        last_seen=(prefixes + offsets)[:, None, :, None].to(device),
+        masks={},
+    )
+
+
+def _forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    packed: PackedSequence | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls: query ``[1, H, T, D]``, key and value ``[1, K, T, D]``; returns ``[1, T, H, D]``."""
+    if packed is None:
+        raise RuntimeError(f"The attention {NAME!r} works on the rows that models.heads.packed_states runs only.")
+    if problem := unknown_inputs(key, value, kwargs):
+        raise ValueError(
+            f"{type(module).__name__} {problem}, which attention without padding does not do. "
+            "Use HybridDataFlow(packing='padded')."
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    queries, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, heads, D]
+    if _has_kernel(query) and not softcap:
+        if packed.seen is not None:
+            keys, values = keys.index_select(0, packed.seen), values.index_select(0, packed.seen)
+        output = varlen_attention(
+            queries,
+            keys,
+            values,
+            (packed.starts, packed.seen_starts),
+            (packed.longest, packed.longest_seen),
+            scale,
+            sliding_window,
+        )
+        return output[None], None
+    parts = [
+        _attend_block(queries, keys, values, block, scale, sliding_window or 0, softcap or 0.0)
+        for block in packed.blocks
+    ]
+    return torch.cat(parts).index_select(0, packed.places)[None], None
+
+
+def _has_kernel(query: Tensor) -> bool:
+    """Whether torch's attention over sequences of unequal length takes these queries."""
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] in range(8, 257, 8)
+
+
+def _attend_block(
+    queries: Tensor, keys: Tensor, values: Tensor, block: _Block, scaling: float, window: int, softcap: float
+) -> Tensor:
+    """Attention of the runs of a block, ``[G x Q, H, D]``, from the sequence's states ``[T, heads, D]``."""
+
+    own, seen = block.queries, block.keys
+    queries, keys, values = (
+        states.index_select(0, places).view(block.last_seen.shape[0], -1, *states.shape[1:]).transpose(1, 2)
+        for states, places in ((queries, own), (keys, seen), (values, seen))
+    )
+    output = attend(queries, keys, values, block.mask(window), scaling, softcap)
+    return output.transpose(1, 2).flatten(0, 1)
+
+
+AttentionInterface.register(NAME, _forward)
