@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_verl.data.packing import RowSize
+
 TBatch = TypeVar("TBatch", bound="RowBatch")
 
 
@@ -23,6 +25,10 @@ class RowBatch:
 
     def __len__(self) -> int:
         raise TypeError(f"{type(self).__name__} must define its number of rows")
+
+    def sizes(self) -> list[RowSize]:
+        """What each row costs, to balance rows over ranks (waits for the device)."""
+        raise TypeError(f"{type(self).__name__} must define the sizes of its rows")
 
     def select(self: TBatch, rows: Sequence[int] | Tensor) -> TBatch:
         """Return the given rows, in the given order, as a new batch.
@@ -104,6 +110,10 @@ class PromptBatch(RowBatch):
     def __len__(self) -> int:
         return int(self.ids.shape[0])
 
+    def sizes(self) -> list[RowSize]:
+        """The prompts, each a group of its own; no response yet."""
+        return [RowSize(length, 0, index) for length, index in torch.stack([self.lengths, self.indices], 1).tolist()]
+
     def token_lists(self) -> list[list[int]]:
         """The prompts as lists of token ids without padding."""
         return [row[:length] for row, length in zip(self.ids.tolist(), self.lengths.tolist(), strict=True)]
@@ -138,6 +148,11 @@ class RolloutBatch(RowBatch):
 
     def __len__(self) -> int:
         return int(self.input_ids.shape[0])
+
+    def sizes(self) -> list[RowSize]:
+        """Prompt, response and group of each row."""
+        columns = [self.prompt_lengths, self.response_lengths, self.group_ids]
+        return [RowSize(*row) for row in torch.stack(columns, 1).tolist()]
 
     @property
     def response_width(self) -> int:
@@ -192,6 +207,10 @@ class Experience(RowBatch):
 
     def __len__(self) -> int:
         return len(self.rollout)
+
+    def sizes(self) -> list[RowSize]:
+        """Prompt, response and group of each row."""
+        return self.rollout.sizes()
 
     @property
     def lengths(self) -> Tensor:

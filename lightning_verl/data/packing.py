@@ -3,7 +3,35 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RowSize:
+    """What a row costs, and with which rows it shares its prompt."""
+
+    prompt: int
+    """Tokens of the prompt."""
+    response: int
+    """Tokens of the response; 0 before there is one."""
+    group: int
+    """The prompt that the row belongs to: rows with equal numbers share it, on whatever rank they lie."""
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and response tokens, as where no row shares the prompt."""
+        return self.prompt + self.response
+
+
+def group_cost(rows: Iterable[RowSize]) -> int:
+    """Tokens of rows that lie together: the prompt of each group once (its longest), and every response."""
+    prompts: dict[int, int] = {}
+    responses = 0
+    for row in rows:
+        prompts[row.group] = max(row.prompt, prompts.get(row.group, 0))
+        responses += row.response
+    return sum(prompts.values()) + responses
 
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
