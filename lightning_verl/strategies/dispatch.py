@@ -121,8 +121,7 @@ class RowExchange:
         own = rows.sizes() if layout.holds(self._strategy.global_rank) else []
         counts = gather_counts([len(own)], group)[:, 0].tolist()
         numbers = [number for row in own for number in (row.prompt, row.response, row.group)]
-        # Where no rank has a row, one is sent nevertheless: there is no view of nothing.
-        padded = gather_counts([*numbers, *[0] * (3 * max(1, *counts) - len(numbers))], group).view(group.size(), -1, 3)
+        padded = gather_counts([*numbers, *[0] * (3 * max(counts) - len(numbers))], group).view(group.size(), -1, 3)
         of_rank = {
             rank: [RowSize(*row) for row in padded[place, : counts[place]].tolist()]
             for place, rank in enumerate(dist.get_process_group_ranks(group))

@@ -13,6 +13,7 @@ from lightning_verl import GRPO, Actor, HybridDataFlow, HybridStrategy
 from lightning_verl.data.experience import Experience, PromptBatch, RolloutBatch
 from lightning_verl.data.packing import RowSize, group_cost
 from lightning_verl.dataflow import _Figures, _Scored
+from lightning_verl.strategies import dispatch
 from lightning_verl.strategies.dispatch import RowExchange, exchange_objects
 from lightning_verl.testing import run_ranks, tiny_model
 
@@ -253,11 +254,26 @@ def test_rows_stay_within_a_layout_where_it_does_not_pay() -> None:
     assert run_ranks(stay_within, 2) == [[*same, *same, [12, 8], 0], [*same, *same, [11, 9], 0]]
 
 
-def test_no_collective_is_made_with_one_data_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    strategy = launched(None, {})
-    monkeypatch.setattr("lightning_verl.strategies.dispatch.gather_counts", None)
-    batch = make_rollout([5, 6])
-    assert RowExchange(strategy).there(batch, "actor", "critic", balance=True) == (batch, None)
+def count_collectives() -> list[int]:
+    """How many counts are gathered on the tensor ranks of one data rank, and on two data ranks."""
+    gathered: list[int] = []
+    gather = dispatch.gather_counts
+
+    def note(values: list[int], group: Any) -> torch.Tensor:
+        gathered.append(group.size())
+        return gather(values, group)
+
+    dispatch.gather_counts = note
+    made = []
+    for mesh in ((1, 2, 1, 1), (2, 1, 1, 1)):
+        there, receipt = RowExchange(launched(mesh, {})).there(make_rollout([5]), "actor", "critic", balance=True)
+        assert (there.lengths.tolist(), receipt) == ([5], None)
+        made.append(len(gathered))
+    return made
+
+
+def test_no_collective_is_made_with_one_data_rank() -> None:
+    assert run_ranks(count_collectives, 2) == [[0, 2]] * 2
 
 
 def pass_objects() -> dict[int, Any]:
