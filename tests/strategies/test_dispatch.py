@@ -231,11 +231,11 @@ def test_a_minibatch_is_balanced_within_one_layout_and_trains_alike(mesh: Any) -
 
 
 def stay_within() -> list[Any]:
-    """Rows that need not move, rows that must not, and none at all."""
-    strategy = launched(None, {})
+    """Rows that need not move, rows that must not, and none at all; rank 2 has no part of it."""
+    strategy = launched((2, 1, 1, 1), {"reward": {"dp": 1, "ranks": [2]}})
     rows = RowExchange(strategy, [("actor", role) for role in ("actor", "rollout")])
     rank = strategy.global_rank
-    even, uneven = make_rollout([[12, 10], [9, 8]][rank]), make_rollout([[12, 11], [9, 8]][rank])
+    even, uneven = make_rollout([[12, 10], [9, 8], []][rank]), make_rollout([[12, 11], [9, 8], []][rank])
     stays, receipt = rows.there(even, "actor", "actor", balance=True)
     seen: list[Any] = [stays is even, receipt, rows.back(stays, receipt, "actor", "actor") is even]
     asked, receipt = rows.there(uneven, "actor", "rollout")
@@ -251,7 +251,8 @@ def test_rows_stay_within_a_layout_where_it_does_not_pay() -> None:
     # 12 + 10 = 22 against 12 + 8 = 20 is 10% more: they stay. 12 + 11 = 23 is above that, so 12 8 and 11 9; but not for
     # a rollout.
     same = [True, None, True]
-    assert run_ranks(stay_within, 2) == [[*same, *same, [12, 8], 0], [*same, *same, [11, 9], 0]]
+    shares: list[list[int]] = [[12, 8], [11, 9], []]
+    assert run_ranks(stay_within, 3) == [[*same, *same, share, 0] for share in shares]
 
 
 def count_collectives() -> list[int]:
