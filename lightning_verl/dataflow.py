@@ -10,7 +10,8 @@ critic             ``RolloutBatch``                                     values
 critic, actor      a mini-batch of ``Experience``                       new weights
 =================  ===================================================  ==================================
 
-Rows lie with the data ranks of the actor; a role with another layout gets its share of them and gives its results back.
+Rows lie with the data ranks of the actor. A role with another layout gets its share of them and gives its results back;
+so does one with the same layout where the shares are too unequal.
 """
 
 from __future__ import annotations
@@ -347,16 +348,17 @@ class HybridDataFlow:
     def train(self, role: str, experience: Experience, loss: Loss) -> None:
         """Take one optimizer step of a role on a mini-batch (a collective call).
 
-        The mini-batch is cut into micro-batches of at most ``max_tokens_per_micro_batch`` positions, the same number on
-        every data rank; ranks that run out of rows run the model on none. Without a single token to train on, or with
-        gradients that are not finite, no step is taken: a warning says so and ``<role>/skipped_updates`` counts it.
+        Rows move between data ranks where some have much more to do than others (``RowExchange``). The mini-batch is
+        then cut into micro-batches of at most ``max_tokens_per_micro_batch`` positions, the same number on every data
+        rank; ranks that run out of rows run the model on none. Without a single token to train on, or with gradients
+        that are not finite, no step is taken: a warning says so and ``<role>/skipped_updates`` counts it.
 
         Args:
             role: ``"actor"`` or ``"critic"``.
             experience: The rows that this rank holds in the actor's layout.
             loss: The loss of a micro-batch.
         """
-        rows, _ = self._exchange.there(experience, "actor", role)
+        rows, _ = self._exchange.there(experience, "actor", role, balance=True)
         if not self._holds(role):
             return
         counts = self._speaks(role)
@@ -387,7 +389,7 @@ class HybridDataFlow:
 
     def _forward(self, role: str, batch: RolloutBatch, run: Callable[[Any, RolloutBatch], Tensor]) -> Tensor:
         """A pass without gradients over all rows of a batch, on the role's layout."""
-        rows, receipt = self._exchange.there(batch, "actor", role)
+        rows, receipt = self._exchange.there(batch, "actor", role, balance=True)
         result = torch.zeros_like(rows.rollout_logprobs)
         if self._holds(role):
             batches, _ = self._plan(role, Experience(rows, rows.prompt_lengths, rows.prompt_lengths > 0))

@@ -180,8 +180,12 @@ class UpdateCost:
             lengths: Tokens of each sequence, ``[N]``.
         """
         lengths = lengths.double()
-        forward = 2 * (self.trained + self.frozen) * lengths.sum() + 2 * self.attention * lengths.square().sum()
-        return 3 * forward - 2 * self.frozen * lengths.sum()
+        return self.flops_of(lengths.sum(), lengths.square().sum())
+
+    def flops_of(self, tokens: Tensor, squares: Tensor) -> Tensor:
+        """The same from the tokens of all sequences, and the sum of the squares of their lengths."""
+        forward = 2 * (self.trained + self.frozen) * tokens + 2 * self.attention * squares
+        return 3 * forward - 2 * self.frozen * tokens
 
 
 def _known_peak(device: torch.device) -> float | None:

@@ -27,6 +27,10 @@ class RowBatch:
     def __len__(self) -> int:
         raise TypeError(f"{type(self).__name__} must define its number of rows")
 
+    def sizes(self) -> list[RowSize]:
+        """The tokens of each row, and a number that rows of one prompt share, among these rows alone."""
+        raise TypeError(f"{type(self).__name__} must define the sizes of its rows")
+
     def select(self: TBatch, rows: Sequence[int] | Tensor) -> TBatch:
         """Return the given rows, in the given order, as a new batch.
 
@@ -106,6 +110,10 @@ class PromptBatch(RowBatch):
 
     def __len__(self) -> int:
         return int(self.ids.shape[0])
+
+    def sizes(self) -> list[RowSize]:
+        """The prompts, each a group of its own; no response yet (waits for the device)."""
+        return [RowSize(length, 0, row) for row, length in enumerate(self.lengths.tolist())]
 
     def token_lists(self) -> list[list[int]]:
         """The prompts as lists of token ids without padding."""

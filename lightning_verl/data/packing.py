@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class RowSize:
-    """The tokens of a row."""
+    """What a row costs, and with which rows it shares its prompt."""
 
     prompt: int
-    """Of its prompt."""
+    """Tokens of the prompt."""
     response: int
-    """Of its response."""
+    """Tokens of the response; 0 before there is one."""
     group: int
-    """Rows of one group have the same prompt."""
+    """The prompt that the row belongs to: rows with equal numbers have the same one."""
 
     @property
     def tokens(self) -> int:
-        """All of them."""
+        """Prompt and response tokens, as where no row shares the prompt."""
         return self.prompt + self.response
+
+
+def group_cost(rows: Iterable[RowSize]) -> int:
+    """Tokens of rows that lie together: the prompt of each group once, and every response."""
+    rows = list(rows)
+    return sum({row.group: row.prompt for row in rows}.values()) + sum(row.response for row in rows)
 
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:

@@ -208,8 +208,9 @@ def _hide_gathers(plan: Plan, traffic: Traffic) -> Iterator[str]:
     tokens = actor.batch.micro_batch_tokens
     free = traffic.matmul_seconds - traffic.tensor_seconds
     if free > 0:
-        rows = math.ceil(tokens * traffic.parameter_seconds / free / sizes.row_tokens)
-        change = f"batch.max_tokens_per_micro_batch={max(rows * sizes.row_tokens, sizes.max_tokens_per_micro_batch)}"
+        each = tokens / (actor.batch.micro_batch_responses // sizes.response_tokens)  # with its share of a prompt
+        rows = math.ceil(tokens * traffic.parameter_seconds / free / each)
+        change = f"batch.max_tokens_per_micro_batch={max(math.ceil(rows * each), sizes.max_tokens_per_micro_batch)}"
         if rows > actor.batch.minibatch_rows[1]:
             prompts = math.ceil(rows / sizes.samples_per_prompt) * actor.layout.data_size
             change += f" with batch.update_batch_size={prompts}"

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from lightning_verl.planning.batch import BatchSizes
+from lightning_verl.planning.batch import BatchSizes, RoleBatch
 from lightning_verl.planning.memory import RoleMemory
 from lightning_verl.planning.shards import numel_on
 
@@ -64,8 +65,7 @@ class Traffic:
         passes = 6 if model.checkpointing == "full" else 4  # all-reduces a layer: forward, backward, forward again
         hidden = batch.micro_batch_tokens * model.decoder.hidden * model.compute_bytes
         tensor_bytes = passes * model.decoder.layers * hidden * 2 * (tensor - 1) // tensor
-        rows = torch.full((batch.micro_batch_tokens // sizes.row_tokens,), sizes.row_tokens)
-        flops = float(model.cost.flops(rows)) / tensor
+        flops = float(model.cost.flops_of(*_attended(batch, sizes))) / tensor
         shard_link = link or _link(layout.lines("shard")[0])
         return cls(
             parameter_bytes=parameter_bytes,
@@ -75,6 +75,14 @@ class Traffic:
             matmul_seconds=flops / MATMUL_FLOPS[model.compute_bytes],
             shard_link=shard_link,
         )
+
+
+def _attended(batch: RoleBatch, sizes: BatchSizes) -> tuple[Tensor, Tensor]:
+    """Tokens of a micro-batch, and twice the pairs of which one sees the other; those of a shared prompt count once."""
+    rows = batch.micro_batch_responses // sizes.response_tokens
+    prompts = (batch.micro_batch_tokens - batch.micro_batch_responses) // sizes.prompt_tokens
+    squares = rows * (sizes.row_tokens**2 - sizes.prompt_tokens**2) + prompts * sizes.prompt_tokens**2
+    return torch.tensor(batch.micro_batch_tokens).double(), torch.tensor(squares).double()
 
 
 def _link(ranks: list[int]) -> float:

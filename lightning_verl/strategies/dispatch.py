@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_verl.data.experience import RowBatch, concat_rows
+from lightning_verl.data.packing import RowSize
 from lightning_verl.models.compat import all_gather_flat
 from lightning_verl.strategies.diagnosis import is_collective_failure
 from lightning_verl.strategies.hybrid import HybridStrategy
@@ -38,10 +39,10 @@ Receipt = tuple[Placement, Placement] | None
 class RowExchange:
     """Takes rows from the data ranks of one role to those of another, and results back.
 
-    Rows are spread evenly by tokens (``rows.place_rows``). A rank gets the rows that it needs and no others; one that
-    holds a row already takes it from itself. Where both roles lie on the same data ranks nothing moves. The ranks of
-    the two roles take part; the others only pass by. A role on ranks of its own has a process group for its exchanges
-    alone, so that those of other roles do not wait for it.
+    Rows are spread evenly by what they cost (``rows.place_rows``). A rank gets the rows that it needs and no others;
+    one that holds a row already takes it from itself. The ranks of the two roles take part; the others only pass by. A
+    role on ranks of its own has a process group for its exchanges alone, so that those of other roles do not wait for
+    it.
 
     Every rank of the world makes the same calls in the same order.
 
@@ -56,28 +57,36 @@ class RowExchange:
         for source, target in pairs:
             self._group(source, target)
 
-    def there(self, rows: TBatch, source: str, target: str) -> tuple[TBatch, Receipt]:
-        """Move rows to the target's data ranks (a collective call of both roles unless nothing moves).
+    def there(self, rows: TBatch, source: str, target: str, *, balance: bool = False) -> tuple[TBatch, Receipt]:
+        """Move rows to the target's data ranks (a collective call of both roles).
+
+        Where both roles lie alike, rows stay and no rank waits for another, unless ``balance`` is set and there are
+        several data ranks.
 
         Args:
-            rows: This rank's rows in the source's layout, with ``lengths``; none on ranks without the source.
+            rows: This rank's rows in the source's layout, with ``sizes``; none on ranks without the source.
             source: The role whose layout they lie in.
             target: The role that wants them.
+            balance: Whether rows also move between the data ranks of roles that lie alike, where some have much more
+                than others (``rows.WORTH_MOVING``).
 
         Returns:
             This rank's rows in the target's layout (none on ranks without it), in the order of the source's ranks, and
             what ``back`` needs.
         """
+        held, wanted = self._strategy.layout(source), self._strategy.layout(target)
+        if held.lies_like(wanted) and not balance:
+            return rows, None
         group = self._group(source, target)
         if group is None:
-            here = self._same(source, target)
-            return rows if here else rows.select([]), None
-        held, wanted = self._strategy.layout(source), self._strategy.layout(target)
-        receipt = place_rows(self._lengths(rows, held, group), held, wanted)
+            return rows if held.lies_like(wanted) else rows.select([]), None
+        receipt = place_rows(self._sizes(rows, held, group), held, wanted)
+        if held.lies_like(wanted) and receipt[0].shares == receipt[1].shares:
+            return rows, None
         return self._move(rows, *receipt, group), receipt
 
     def back(self, rows: TBatch, receipt: Receipt, source: str, target: str) -> TBatch:
-        """Bring results of the rows that ``there`` gave back to where the rows came from (collective like ``there``).
+        """Bring results of the rows that ``there`` gave back to where the rows came from (collective if they moved).
 
         Args:
             rows: One result for every row, in the rows' order.
@@ -90,19 +99,15 @@ class RowExchange:
         """
         group = self._group(source, target)
         if group is None or receipt is None:
-            return rows if self._same(source, target) else rows.select([])
+            return rows if self._strategy.layout(source).lies_like(self._strategy.layout(target)) else rows.select([])
         held, wanted = receipt
         return self._move(rows, wanted, held, group)
 
-    def _same(self, source: str, target: str) -> bool:
-        a, b = self._strategy.layout(source), self._strategy.layout(target)
-        return (a.ranks, a.data_size, a.tensor) == (b.ranks, b.data_size, b.tensor)
-
     def _group(self, source: str, target: str) -> dist.ProcessGroup | None:
-        """The ranks of two roles; None where nothing moves and on ranks of neither. Made on first use, by all ranks."""
-        if self._same(source, target):
-            return None
+        """The ranks of two roles; None where rows have one place only and on ranks of neither. Made once, by all."""
         a, b = self._strategy.layout(source), self._strategy.layout(target)
+        if a.lies_like(b) and a.data_size == 1:
+            return None
         ranks, apart = tuple(sorted({*a.ranks, *b.ranks})), a.apart_from(b)
         if not apart and len(ranks) == self._strategy.world_size:
             return dist.group.WORLD
@@ -111,13 +116,16 @@ class RowExchange:
             self._groups[key] = self._strategy.create_group(ranks, f"rows:{source}-{target}")
         return self._groups[key]
 
-    def _lengths(self, rows: RowBatch, layout: RoleLayout, group: dist.ProcessGroup) -> list[list[int]]:
-        """The tokens of each row on every data rank of a layout."""
-        own: list[int] = rows.lengths.tolist() if layout.holds(self._strategy.global_rank) else []  # type: ignore[attr-defined]
+    def _sizes(self, rows: RowBatch, layout: RoleLayout, group: dist.ProcessGroup) -> list[list[RowSize]]:
+        """What each row costs on every data rank of a layout, with numbers of groups that are one rank's only."""
+        own = rows.sizes() if layout.holds(self._strategy.global_rank) else []
         counts = gather_counts([len(own)], group)[:, 0].tolist()
-        padded = gather_counts([*own, *[0] * (max(counts) - len(own))], group).tolist()
+        numbers = [number for row in own for number in (row.prompt, row.response, row.group)]
+        padded = gather_counts([*numbers, *[0] * (3 * max(counts) - len(numbers))], group).view(group.size(), -1, 3)
+        padded[..., 2] += torch.arange(group.size())[:, None] * max(counts)
         of_rank = {
-            rank: padded[place][: counts[place]] for place, rank in enumerate(dist.get_process_group_ranks(group))
+            rank: [RowSize(*row) for row in padded[place, : counts[place]].tolist()]
+            for place, rank in enumerate(dist.get_process_group_ranks(group))
         }
         return [of_rank[rank] for rank in layout.ranks[:: layout.tensor]]
 

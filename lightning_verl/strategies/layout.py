@@ -55,6 +55,10 @@ class RoleLayout:
         """Whether no rank has a part of both roles."""
         return set(self.ranks).isdisjoint(other.ranks)
 
+    def lies_like(self, other: RoleLayout) -> bool:
+        """Whether every rank holds the same rows in both roles."""
+        return (self.ranks, self.tensor) == (other.ranks, other.tensor)
+
     def data_rank(self, rank: int) -> int:
         """The data coordinate of a world rank; ValueError if it has no part of the role."""
         return self._place(rank) // self.tensor

@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from lightning_verl.data.packing import balance
+from lightning_verl.data.packing import RowSize, balance, group_cost
 from lightning_verl.data.sharding import split
 from lightning_verl.strategies.layout import RoleLayout
+
+WORTH_MOVING = 1.1
+"""Rows leave a role's data ranks for others of the same role where the largest share costs more than this many times
+that of the best spread: a rank waits for the slowest in every pass, but the exchange goes through host memory."""
 
 
 @dataclass(frozen=True)
@@ -25,27 +29,51 @@ class Placement:
         return self.shares[self.layout.data_rank(rank)] if self.layout.holds(rank) else ()
 
 
-def place_rows(lengths: Sequence[Sequence[int]], source: RoleLayout, target: RoleLayout) -> tuple[Placement, Placement]:
-    """Spread the rows of a role's data ranks over those of another role, by tokens.
+def place_rows(
+    sizes: Sequence[Sequence[RowSize]], source: RoleLayout, target: RoleLayout
+) -> tuple[Placement, Placement]:
+    """Spread the rows of a role's data ranks over those of another role, by what they cost (``group_cost``).
 
-    The largest share has at most the mean plus the longest row. Where a cut into contiguous parts of equal numbers of
-    rows is as even, it is taken: more rows stay where they are. The same input gives the same answer on every rank.
+    Tried are contiguous parts of equal numbers of rows, with which more rows stay in place; then whole groups, the
+    costliest first, each to the lightest rank; then single rows, the longest first, as there may be fewer groups than
+    ranks. The one with the smallest largest share is taken, of equals the first. Where the roles lie alike, rows stay
+    unless it pays (``WORTH_MOVING``). The same input gives the same answer on every rank.
+
+    The largest share costs at most the mean over ranks of all tokens, prompts counted in every row, plus the longest
+    row. It also costs at most the mean over ranks of the groups' costs, plus the costliest group. Where rows stay, it
+    is at most ``WORTH_MOVING`` times as much.
 
     Args:
-        lengths: For each data coordinate of the source, the tokens of each of its rows.
+        sizes: For each data coordinate of the source, what each of its rows costs.
         source: Where the rows are.
         target: Where they go.
 
     Returns:
         The rows where they are, and where they go. Every row has one place in either.
     """
-    ends = [0, *accumulate(len(part) for part in lengths)]
-    tokens = [length for part in lengths for length in part]
-    contiguous = [list(split(len(tokens), target.data_size, index)) for index in range(target.data_size)]
-    cuts = (contiguous, balance(tokens, target.data_size))
-    best = min(cuts, key=lambda shares: max(sum(tokens[row] for row in share) for share in shares))
+    ends = [0, *accumulate(len(part) for part in sizes)]
+    rows = [row for part in sizes for row in part]
+
+    def largest(shares: Sequence[Sequence[int]]) -> int:
+        return max(group_cost(rows[row] for row in share) for share in shares)
+
     held = tuple(tuple(range(start, end)) for start, end in pairwise(ends))
+    best = min(_spreads(rows, target.data_size), key=largest)
+    if source.lies_like(target) and largest(held) <= WORTH_MOVING * largest(best):
+        return Placement(source, held), Placement(target, held)
     return Placement(source, held), Placement(target, tuple(map(tuple, best)))
+
+
+def _spreads(rows: Sequence[RowSize], ranks: int) -> list[list[list[int]]]:
+    """The ways to spread rows over ranks that ``place_rows`` chooses from."""
+    contiguous = [list(split(len(rows), ranks, index)) for index in range(ranks)]
+    members: dict[int, list[int]] = {}
+    for number, row in enumerate(rows):
+        members.setdefault(row.group, []).append(number)
+    groups = list(members.values())
+    shares = balance([group_cost(rows[row] for row in group) for group in groups], ranks)
+    whole = [sorted(row for group in share for row in groups[group]) for share in shares]
+    return [contiguous, whole, balance([row.tokens for row in rows], ranks)]
 
 
 def incoming(held: Placement, wanted: Placement, rank: int) -> dict[int, list[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_verl.data.packing import RowSize, balance, pack, pack_groups, pack_padded
+from lightning_verl.data.packing import RowSize, balance, group_cost, pack, pack_groups, pack_padded
 
 
 def test_pack_fills_bins_longest_row_first():
@@ -84,6 +84,15 @@ def test_pack_refuses_bad_input():
         pack([1], budget=0)
     with pytest.raises(ValueError, match=r"pack: row 1 has length -2, but lengths must be at least 0"):
         pack([1, -2], budget=4)
+
+
+def test_group_cost_counts_the_longest_prompt_of_each_group_once():
+    rows = [RowSize(5, 3, group=7), RowSize(2, 4, group=9), RowSize(6, 1, group=7), RowSize(2, 0, group=9)]
+    # Group 7: 6 + 3 + 1 = 10. Group 9: 2 + 4 + 0 = 6.
+    assert group_cost(rows) == 16
+    assert group_cost(rows[::2]) == 10
+    assert group_cost([]) == 0
+    assert [row.tokens for row in rows] == [8, 6, 7, 2]
 
 
 def test_balance_gives_the_longest_row_to_the_lightest_rank():

@@ -190,11 +190,11 @@ def test_1024_ranks_by_hand(large: Plan) -> None:
     # 128 copies take 8 prompts x 4 samples each of 1024 + 3072 tokens: 36 layers x 2 x 1 kv head x 128 x 2 bytes
     last = {item.what: item.bytes for item in actor.rollout(large.sizes, "sampled")["last token"]}
     assert last["key-value cache"] == 36 * 2 * 1 * 128 * 2 * (32 * 4096)
-    # Four rows of 4,096 tokens are a micro-batch; "selective" keeps 2 x (2 x 4096 + 2048 + 6144) + 4 x 16 = 32,832
-    # bytes a token and layer.
-    assert actor.batch.micro_batch_tokens == 16_384
+    # A prompt of 1,024 and its four responses of 3,072 are a micro-batch; "selective" keeps 2 x (2 x 4096 + 2048 + 6144)
+    # + 4 x 16 = 32,832 bytes a token and layer.
+    assert actor.batch.micro_batch_tokens == 13_312
     layers, _ = actor.activations()
-    assert layers == 16_384 * (36 * 32_832 + 12 * 4_096)
+    assert layers == 13_312 * (36 * 32_832 + 12 * 4_096)
 
 
 def test_the_text_for_1024_ranks(large: Plan) -> None:
@@ -227,10 +227,12 @@ def test_traffic_of_a_micro_batch_by_hand(large: Plan) -> None:
     rank = 36 * 192_937_984 // 2 + 308_224 + 2 * 151_936 * 4_096
     assert traffic.parameter_bytes == 8 * rank * 31 // 32
     assert traffic.parameter_seconds == pytest.approx(traffic.parameter_bytes / 100e9)
-    # Four all-reduces in each layer of 16,384 x 4,096 bf16: over two ranks each gets as much as that.
-    assert traffic.tensor_bytes == 4 * 36 * 16_384 * 4_096 * 2
-    # 6 FLOPs for each token and element of a matrix, the head included, and causal attention, over 2 tensor ranks.
-    matmuls = 6 * (36 * 192_937_984 + 151_936 * 4_096) * 16_384 + 6 * 36 * 4_096 * 4 * 4_096**2
+    # Four all-reduces in each layer of 13,312 x 4,096 bf16: over two ranks each gets as much as that.
+    assert traffic.tensor_bytes == 4 * 36 * 13_312 * 4_096 * 2
+    # 6 FLOPs for each token and element of a matrix, the head included, and causal attention, over 2 tensor ranks. Of
+    # the squares of four sequences of 4,096 tokens that of their prompt of 1,024 counts once.
+    matmuls = 6 * (36 * 192_937_984 + 151_936 * 4_096) * 13_312
+    matmuls += 6 * 36 * 4_096 * (4 * 4_096**2 - 3 * 1_024**2)
     assert traffic.matmul_seconds == pytest.approx(matmuls / 2 / 743e12)
     assert traffic.is_bound
 

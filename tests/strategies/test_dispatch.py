@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric import Fabric
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from lightning_verl import HybridStrategy
+from lightning_verl import GRPO, Actor, HybridDataFlow, HybridStrategy
 from lightning_verl.data.experience import Experience, PromptBatch, RolloutBatch
+from lightning_verl.data.packing import RowSize, group_cost
 from lightning_verl.dataflow import _Figures, _Scored
+from lightning_verl.strategies import dispatch
 from lightning_verl.strategies.dispatch import RowExchange, exchange_objects
-from lightning_verl.testing import run_ranks
+from lightning_verl.testing import run_ranks, tiny_model
 
 ACTOR_ROWS = [[5, 6, 7], [8, 9]]
 """Tokens of the rows on each data rank of the actor."""
@@ -139,6 +142,139 @@ def test_nothing_moves_between_roles_on_the_same_ranks() -> None:
     there, receipt = RowExchange(strategy).there(batch, "actor", "critic")
     assert there is batch
     assert RowExchange(strategy).back(there, receipt, "actor", "critic") is batch
+
+
+# ---- within one layout -----------------------------------------------------------------------------------------------
+
+MINIBATCH = [[(0, 6, 5), (0, 6, 3), (1, 5, 3), (1, 5, 2), (2, 2, 2), (2, 2, 0)], [(3, 2, 3), (3, 2, 1)]]
+"""Group, prompt and response tokens of the rows on two data ranks. The groups cost 6 + 8 = 14, 5 + 5 = 10, 2 + 2 = 4
+and 2 + 4 = 6: 28 on one rank and 6 on the other."""
+ALL_OF_MINIBATCH = [*MINIBATCH[0], *MINIBATCH[1]]
+
+
+def make_minibatch(rows: list[tuple[int, int, int]]) -> Experience:
+    """Tokens and advantages that are the row's own, on whatever rank it is made."""
+    groups, prompts, responses = torch.tensor(rows, dtype=torch.int64).unbind(1)
+    columns, places = torch.arange(11), torch.arange(5)
+    ids = 3 + (7 * groups[:, None] + 3 * columns + responses[:, None]) % 50
+    advantages = torch.sin(1.0 + groups[:, None] + 2 * responses[:, None] + places)
+    rollout = RolloutBatch(
+        input_ids=ids * (columns < (prompts + responses)[:, None]),
+        prompt_lengths=prompts,
+        response_lengths=responses,
+        rollout_logprobs=torch.zeros(len(rows), 5),
+        group_ids=groups,
+        truncated=torch.zeros(len(rows), dtype=torch.bool),
+        prompt_texts=[""] * len(rows),
+        response_texts=[""] * len(rows),
+        fields=[{}] * len(rows),
+    )
+    advantages = advantages * (places < responses[:, None])
+    return Experience(rollout, torch.ones(len(rows)), torch.ones(len(rows), dtype=torch.bool), advantages=advantages)
+
+
+class SGDActor(Actor):
+    """An actor whose step is its gradient."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def train_within(mesh: Any, held: list[list[tuple[int, int, int]]]) -> dict[str, Any]:
+    """One pass without gradients and one step; what each rank ran the model on."""
+    strategy = HybridStrategy(mesh)
+    fabric = Fabric(accelerator="cpu", strategy=strategy)
+    fabric.launch()
+    flow = HybridDataFlow(SGDActor(tiny_model()), max_tokens_per_micro_batch=20, max_grad_norm=1e9)
+    flow.setup(fabric)
+    flow.setup_optimizers()
+    experience = make_minibatch(held[strategy.data_rank("actor")])
+    plan, planned = flow._plan, []
+
+    def note(role: str, rows: Experience) -> Any:
+        planned.append(sorted((size.group, size.prompt, size.response) for size in rows.sizes()))
+        return plan(role, rows)
+
+    flow._plan = note  # type: ignore[method-assign]
+    logprobs = flow.logprobs(experience.rollout)
+    GRPO().update(flow, experience)
+    state = get_model_state_dict(flow.modules["actor"], options=StateDictOptions(full_state_dict=True))
+    return {
+        "planned": planned,
+        "cost": group_cost(RowSize(prompt, response, group) for group, prompt, response in planned[-1]),
+        "logprobs": logprobs,
+        "norm": flow.metrics.compute()["actor/grad_norm"],
+        "weights": {name: value.clone() for name, value in state.items()},
+    }
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 1, 1), (2, 2, 1, 1)], ids=["data2", "data2xtensor2"])
+def test_a_minibatch_is_balanced_within_one_layout_and_trains_alike(mesh: Any) -> None:
+    whole = train_within(None, [ALL_OF_MINIBATCH])
+    start = tiny_model().state_dict()
+    assert whole["norm"] > 1e-2, "the case must move weights to show anything"
+    assert any(
+        (value - start[name.removeprefix("model.")]).abs().max() > 1e-3 for name, value in whole["weights"].items()
+    )
+    results = run_ranks(train_within, mesh[0] * mesh[1], mesh, MINIBATCH)
+    for rank, result in enumerate(results):
+        data = rank // mesh[1]
+        # Halves of four rows would cost 24 and 10. Whole groups: 14 here, 10 there, 6 there, 4 here.
+        assert result["cost"] == (18, 16)[data]
+        assert result["planned"] == [sorted(row for row in ALL_OF_MINIBATCH if row[0] in ((0, 2), (1, 3))[data])] * 2
+        # The log-probs have come back to the rows that asked: the first six, or the last two.
+        own = whole["logprobs"][slice(0, 6) if data == 0 else slice(6, 8)]
+        torch.testing.assert_close(result["logprobs"], own, atol=1e-5, rtol=1e-5)
+        assert result["norm"] == pytest.approx(whole["norm"], abs=1e-5, rel=1e-5)
+        for name, value in whole["weights"].items():
+            torch.testing.assert_close(result["weights"][name], value, atol=1e-5, rtol=1e-5)
+
+
+def stay_within() -> list[Any]:
+    """Rows that need not move, rows that must not, and none at all; rank 2 has no part of it."""
+    strategy = launched((2, 1, 1, 1), {"reward": {"dp": 1, "ranks": [2]}})
+    rows = RowExchange(strategy, [("actor", role) for role in ("actor", "rollout")])
+    rank = strategy.global_rank
+    even, uneven = make_rollout([[12, 10], [9, 8], []][rank]), make_rollout([[12, 11], [9, 8], []][rank])
+    stays, receipt = rows.there(even, "actor", "actor", balance=True)
+    seen: list[Any] = [stays is even, receipt, rows.back(stays, receipt, "actor", "actor") is even]
+    asked, receipt = rows.there(uneven, "actor", "rollout")
+    seen += [asked is uneven, receipt, rows.back(asked, receipt, "actor", "rollout") is uneven]
+    moved, receipt = rows.there(uneven, "actor", "critic", balance=True)
+    back = rows.back(moved, receipt, "actor", "critic")
+    assert describe(back) == describe(uneven)
+    nothing, _ = rows.there(make_rollout([]), "actor", "actor", balance=True)
+    return [*seen, moved.lengths.tolist(), len(nothing)]
+
+
+def test_rows_stay_within_a_layout_where_it_does_not_pay() -> None:
+    # 12 + 10 = 22 against 12 + 8 = 20 is 10% more: they stay. 12 + 11 = 23 is above that, so 12 8 and 11 9; but not for
+    # a rollout.
+    same = [True, None, True]
+    shares: list[list[int]] = [[12, 8], [11, 9], []]
+    assert run_ranks(stay_within, 3) == [[*same, *same, share, 0] for share in shares]
+
+
+def count_collectives() -> list[int]:
+    """How many counts are gathered on the tensor ranks of one data rank, and on two data ranks."""
+    gathered: list[int] = []
+    gather = dispatch.gather_counts
+
+    def note(values: list[int], group: Any) -> torch.Tensor:
+        gathered.append(group.size())
+        return gather(values, group)
+
+    dispatch.gather_counts = note
+    made = []
+    for mesh in ((1, 2, 1, 1), (2, 1, 1, 1)):
+        there, receipt = RowExchange(launched(mesh, {})).there(make_rollout([5]), "actor", "critic", balance=True)
+        assert (there.lengths.tolist(), receipt) == ([5], None)
+        made.append(len(gathered))
+    return made
+
+
+def test_no_collective_is_made_with_one_data_rank() -> None:
+    assert run_ranks(count_collectives, 2) == [[0, 2]] * 2
 
 
 def pass_objects() -> dict[int, Any]:

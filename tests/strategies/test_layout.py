@@ -65,6 +65,14 @@ def test_lines_and_coordinates_of_a_grid() -> None:
     assert [layout.tensor_rank(rank) for rank in range(8)] == [0, 1] * 4
 
 
+def test_roles_that_lie_alike_hold_the_same_rows_on_every_rank() -> None:
+    actor = RoleLayout("actor", 1, 2, 2, (0, 1, 2, 3))
+    assert actor.lies_like(RoleLayout("critic", 2, 1, 2, (0, 1, 2, 3))), "copies or shards: rows do not care"
+    assert actor.lies_like(RoleLayout("critic", 1, 1, 2, (0, 1, 2, 3), expert=2))
+    assert not actor.lies_like(RoleLayout("critic", 1, 4, 1, (0, 1, 2, 3)))
+    assert not actor.lies_like(RoleLayout("rollout", 2, 1, 2, (0, 2, 1, 3)))
+
+
 def test_rows_cover_every_mesh_and_are_equal_inside_a_model_copy() -> None:
     """Replicas of the sampler are data ranks, never world ranks: all meshes (data, tensor) of at most 8 ranks."""
     for data, tensor, copies in product(range(1, 9), range(1, 9), range(1, 5)):
