@@ -27,6 +27,7 @@ from lightning_verl.parallel.fsdp import apply_fsdp, no_gradient_sync, reshard
 from lightning_verl.parallel.tensor import apply_tensor_parallel, models_to_cut
 from lightning_verl.resharding.buckets import BUCKET_BYTES
 from lightning_verl.resharding.executor import ReshardReport
+from lightning_verl.resharding.layouts import mesh_of
 from lightning_verl.strategies import checkpoint
 from lightning_verl.strategies.clipping import clip_by_true_norm
 from lightning_verl.strategies.experts import expert_axes
@@ -356,6 +357,8 @@ class HybridStrategy(ModelParallelStrategy):
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [sharded[names[id(p)]] if id(p) in names else p for p in group["params"]]
+                if group.get("fused") and len({mesh_of(parameter) for parameter in group["params"]}) > 1:
+                    group["fused"] = False  # torch's fused update takes the parameters of one mesh only
         return module, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
 
     @override

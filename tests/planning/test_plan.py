@@ -17,6 +17,7 @@ from lightning_verl.config import (
     ConfigError,
     DataConfig,
     ModelConfig,
+    OptimizerConfig,
     RewardConfig,
     StrategyConfig,
     TrainConfig,
@@ -169,6 +170,20 @@ def test_lora_keeps_its_adapter_of_step_0(model: str) -> None:
     assert held["adapter of step 0"] == 4 * 2 * 512
     assert held["optimizer state"] == 2 * 4 * 2 * 512
     assert "scoring" in [phase.name for phase in plan.memory[0].phases]
+
+
+def test_gradients_and_optimizer_state_are_shown_with_an_adapter_and_in_8_bits(model: str) -> None:
+    grpo = config(model, algorithm={"name": "grpo"}, strategy=StrategyConfig())
+    lora = ModelConfig(model, lora={"r": 64, "target_modules": ["q_proj"]})
+    # A and B of 64 x 64 in each of two layers: 4 x 16,384 bytes of gradients, two moments of as many.
+    heading = "\n\nGradients and optimizer state of a rank\n  actor      "
+    assert heading + "0.1 MiB and 0.1 MiB\n" in report(make_plan(replace(grpo, model=lora)))
+    plan = make_plan(replace(grpo, model=lora))
+    assert (plan.roles["actor"].trained, plan.roles["actor"].optimizer) == (65_536, 131_072)
+    # In 8 bits each of four parameters has two moments of 4,096 + 16 x 4 + 1,024 bytes.
+    small = make_plan(replace(grpo, model=lora, optimizer=OptimizerConfig(name="adamw8bit")))
+    assert (small.roles["actor"].trained, small.roles["actor"].optimizer) == (65_536, 4 * 2 * 5_184)
+    assert heading + "0.1 MiB and 0.0 MiB, moments in 8 bits\n" in report(small)
 
 
 # ---- 1,024 ranks -----------------------------------------------------------------------------------------------------
