@@ -22,7 +22,7 @@ ENGINE_TESTS := tests/rollout/test_transformers_engine.py $(wildcard tests/rollo
 OVERLAY_EXTRA_5.17.0 := huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9 certifi==2026.10.18
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow test-real-model test-transformers-range test-vllm transformers-overlays lint types format clean
+.PHONY: help install quickstart test test-slow test-real-model test-transformers-range test-vllm test-torchao transformers-overlays lint types format clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 28
@@ -38,10 +38,10 @@ quickstart: $(STAMP)  ## Train a tiny model on this machine (options in ARGS="..
 	env -u OMP_NUM_THREADS $(BIN)/lightning-verl quickstart $(ARGS)
 
 test: $(STAMP)  ## Run the tests, several ranks included, but the slow ones
-	$(PYTEST) -q -n $(WORKERS) -m "not slow and not real_model and not vllm" $(ARGS)
+	$(PYTEST) -q -n $(WORKERS) -m "not slow and not real_model and not vllm and not torchao" $(ARGS)
 
 test-slow: $(STAMP)  ## Run the slow tests
-	$(PYTEST) -q -n $(WORKERS) -m "slow and not real_model and not vllm" $(ARGS)
+	$(PYTEST) -q -n $(WORKERS) -m "slow and not real_model and not vllm and not torchao" $(ARGS)
 
 test-real-model: $(VENV)/.examples  ## Train a small real model for two steps (downloads 100 MB once)
 	$(PYTEST) -q -m real_model $(ARGS)
@@ -59,12 +59,22 @@ $(VENV)/.vllm: $(STAMP)
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
+# Beside .venv: where torchao is installed, peft imports it, for a second in each process.
+TORCHAO := build/torchao
+test-torchao: $(TORCHAO)/.installed  ## Run the tests of AdamW with moments of 8 bits, which needs torchao
+	PYTHONPATH=$(CURDIR)/$(TORCHAO) $(PYTEST) -q -m torchao tests/roles tests/planning $(ARGS)
+
+$(TORCHAO)/.installed: $(STAMP)
+	rm -rf $(@D)
+	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt --target $(@D) torchao
+	touch $@
+
 test-transformers-range: $(TRANSFORMERS_RANGE:%=test-transformers-%)  ## Run the model tests on the oldest and newest transformers
 
 test-transformers-%: $(OVERLAY)-%/.installed
 	PYTHONPATH=$(CURDIR)/$(OVERLAY)-$* $(BIN)/python -c \
 		"import transformers; assert transformers.__version__ == '$*', transformers.__version__"
-	PYTHONPATH=$(CURDIR)/$(OVERLAY)-$* $(PYTEST) -q -m "not slow and not real_model and not vllm" \
+	PYTHONPATH=$(CURDIR)/$(OVERLAY)-$* $(PYTEST) -q -m "not slow and not real_model and not vllm and not torchao" \
 		tests/models tests/parallel tests/testing $(ENGINE_TESTS) $(ARGS)
 
 transformers-overlays: $(TRANSFORMERS_RANGE:%=$(OVERLAY)-%/.installed)  ## Download both ends of the range

@@ -26,6 +26,7 @@ from lightning_verl.algorithms.grpo import GRPO
 from lightning_verl.algorithms.ppo import PPO
 from lightning_verl.algorithms.sft import SFT
 from lightning_verl.data.microbatches import Packing
+from lightning_verl.roles.optimizers import OptimizerName, check_optimizer
 from lightning_verl.rollout.sampling import SamplingParams
 from lightning_verl.strategies.layout import check_names
 from lightning_verl.strategies.precision import PrecisionName
@@ -129,8 +130,10 @@ class BatchConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """How fast the roles learn."""
+    """What trains the roles, and how fast."""
 
+    name: OptimizerName = "adamw"
+    """Of actor and critic; "adamw8bit" holds moments in 8 bits and needs torchao, the extra ``8bit``."""
     learning_rates: dict[str, float] = field(default_factory=lambda: {"actor": 1e-6, "critic": 1e-5})
     """By role."""
     warmup_steps: int = 0
@@ -328,7 +331,7 @@ def role_sources(config: TrainConfig, algorithm: Algorithm) -> dict[str, str]:
 
 
 def trained_role_options(config: TrainConfig) -> dict[str, Any]:
-    """What actor and critic are made with, besides their weights."""
+    """What shapes actor and critic, besides their weights."""
     model = config.model
     return {"lora_config": model.lora, "activation_checkpointing": model.activation_checkpointing}
 
@@ -345,7 +348,7 @@ def make_dataflow(config: TrainConfig, algorithm: Algorithm) -> HybridDataFlow:
     from lightning_verl.roles.reference import Reference
     from lightning_verl.roles.reward_function import RewardFunction
 
-    rewards, options = config.rewards, trained_role_options(config)
+    rewards, options = config.rewards, {**trained_role_options(config), "optimizer": config.optimizer.name}
     sources, engine = role_sources(config, algorithm), config.engine
     functions = [import_function(path) for path in rewards.functions]
     return HybridDataFlow(
@@ -411,7 +414,8 @@ def run_training(config: TrainConfig) -> dict[str, float]:
         The metrics of the last step.
 
     Raises:
-        ConfigError: ``output`` holds another run, a reward is missing or not found, or the engine's library is.
+        ConfigError: ``output`` holds another run, a reward is missing or not found, or the library of the engine or
+            of the optimizer is.
     """
     from lightning_verl.callbacks import Checkpoint
     from lightning_verl.rollout.engines import check_engine
@@ -421,6 +425,10 @@ def run_training(config: TrainConfig) -> dict[str, float]:
         check_engine("engine", config.engine.name, config.engine.options)
     except ImportError as error:
         raise ConfigError(f"engine: {error}") from error
+    try:
+        check_optimizer("optimizer.name", config.optimizer.name)
+    except ImportError as error:
+        raise ConfigError(str(error)) from error
     latest = Checkpoint.latest(Path(config.output) / "checkpoints")
     if latest is not None and not config.resume:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -317,6 +318,15 @@ def test_train_without_the_library_of_the_engine(
     monkeypatch.setattr("lightning_verl.rollout.vllm.process.check_vllm", missing)
     assert main(["train", write(folder, **TINY, engine={"name": "vllm"}, steps=1)]) == 2
     assert "engine: lightning_verl needs vllm>=0.22" in capsys.readouterr().err
+
+
+def test_train_without_the_library_of_the_optimizer(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "torchao" else found(name))
+    assert main(["train", write(folder, **TINY, optimizer={"name": "adamw8bit"}, steps=1)]) == 2
+    assert "optimizer.name: optimizer='adamw8bit' needs torchao" in capsys.readouterr().err
 
 
 def test_train_with_a_critic_and_a_penalty(folder: Path) -> None:

@@ -10,7 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter  # torch exports it nowhere else
 from torch.distributed.tensor import DTensor, Shard
 
@@ -50,6 +56,7 @@ def apply_fsdp(
     policy: MixedPrecisionPolicy,
     reduce: dist.ProcessGroup,
     dims: Mapping[str, int] | None = None,
+    offload: OffloadPolicy | None = None,
 ) -> None:
     """Cut a role's parameters over the data axis, in place.
 
@@ -63,7 +70,9 @@ def apply_fsdp(
         reduce: The group for gradient reduce-scatter.
         dims: The dim to cut, by a parameter's name in the role; 0 for those left out, and where the dim does not
             divide evenly (FSDP2 wants that of any other dim than 0).
+        offload: Where shards, their gradients and so the optimizer's states live; None: on the device.
     """
+    offload = offload or OffloadPolicy()
     units: list[Any] = [*decoder_layers(module), module]
     for unit in units:
         # Anew for each unit: the parameters of those before are gone, and others may have taken their ids.
@@ -74,7 +83,14 @@ def apply_fsdp(
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             return Shard(dim if dim and local.shape[dim] % mesh.size(-1) == 0 else 0)
 
-        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True, shard_placement_fn=placement)
+        fully_shard(
+            unit,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=offload,
+            reshard_after_forward=True,
+            shard_placement_fn=placement,
+        )
     module._hybrid_touch = _touch  # type: ignore[assignment]
     module.__dict__["_hybrid_units"] = fsdp_units(module)
     for method in ("_hybrid_touch", "score"):

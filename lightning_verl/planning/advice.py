@@ -64,6 +64,8 @@ def _remedies(plan: Plan, kind: RankMemory, phase: Phase) -> Iterator[tuple[int,
             yield _total(items, role), f"{role}: ranks of its own"
         if memory.model.is_trained and plan.config.model.lora is None:
             yield _total(items, role, ("optimizer state", "gradients")), f"{role}: model.lora, almost all of it"
+    if plan.config.optimizer.name == "adamw":
+        yield sum(_saved_by_8_bits(plan.roles[role], items) for role in kind.roles), "optimizer.name=adamw8bit"
     activations = _total(items, None, ("activations",))
     if phase.name.endswith("_update"):
         yield from _update_remedies(plan, plan.roles[phase.name.removesuffix("_update")])
@@ -83,6 +85,12 @@ def _remedies(plan: Plan, kind: RankMemory, phase: Phase) -> Iterator[tuple[int,
     else:
         tokens = plan.sizes.max_tokens_per_micro_batch // 2
         yield activations // 2, f"batch.max_tokens_per_micro_batch={tokens}"
+
+
+def _saved_by_8_bits(memory: RoleMemory, items: Iterable[Item]) -> int:
+    """What 8-bit moments of a role would save, where its optimizer state is there."""
+    smaller = replace(memory, model=replace(memory.model, optimizer="adamw8bit"))
+    return max(0, _total(items, memory.model.role, ("optimizer state",)) - smaller.optimizer)
 
 
 def _update_remedies(plan: Plan, memory: RoleMemory) -> Iterator[tuple[int, str]]:
@@ -307,6 +315,11 @@ def _padding(plan: Plan) -> Iterator[Advice]:
 def gib(size: int) -> str:
     """Bytes in GiB."""
     return f"{size / 2**30:.2f}"
+
+
+def mib(size: int) -> str:
+    """Bytes in MiB, for what may be small."""
+    return f"{size / 2**20:,.1f} MiB"
 
 
 def gigabytes(size: int) -> str:

@@ -30,10 +30,13 @@ from lightning_verl.planning.batch import BatchSizes, RoleBatch
 from lightning_verl.planning.model import Decoder, ParameterShape, RoleModel
 from lightning_verl.planning.shards import Placement, numel_on, received_bytes, rollout_bytes, same_grid
 from lightning_verl.resharding.buckets import BUCKET_BYTES
+from lightning_verl.strategies.checkpoint import LEAST_IN_BLOCKS
 from lightning_verl.strategies.layout import RoleLayout
 
 RESHARDING = "resharding"
 """The moment of a rollout at which optimizer states are still there that are kept on the host for the rest of it."""
+BLOCK = 256
+"""Elements that share a scale in an 8-bit moment."""
 LOGIT_CHUNK = 1024
 """Tokens whose logits live at once, the default of ``logprobs_from_hidden``."""
 UPDATE_LOGIT_BYTES = 16
@@ -152,10 +155,10 @@ class RoleMemory:
         """Bytes of the trained ones among its shards; its gradients take the same."""
         return self._held(lambda parameter: parameter.trained)
 
-    @property
+    @cached_property
     def optimizer(self) -> int:
         """Bytes of AdamW's two moments."""
-        return 2 * self.trained
+        return 2 * self._held(lambda parameter: parameter.trained, self._moment)
 
     def held(self) -> tuple[Item, ...]:
         """What it holds in every phase, from the first update on."""
@@ -222,8 +225,9 @@ class RoleMemory:
                     "gradients on their way", (c + 4) * self._trained_root + 4 * self._trained_root // self._shards
                 ),
             ),
-            "optimizer step": (gradients, self._item("AdamW's temporaries", self.trained)),
         }
+        if model.optimizer == "adamw8bit":  # parameter by parameter; fused AdamW makes nothing on the way
+            moments["optimizer step"] = (gradients, self._item("AdamW's temporaries", self._moments_in_fp32))
         if model.has_head:
             chunks = 2 if batch.micro_batch_responses > LOGIT_CHUNK else 1  # a chunk's gradient beside the sum so far
             logits = min(LOGIT_CHUNK, batch.micro_batch_responses) * model.decoder.vocabulary
@@ -334,13 +338,28 @@ class RoleMemory:
         vocabulary = self.model.decoder.vocabulary * self.model.decoder.hidden
         return vocabulary if self.model.has_head and self._trained_root >= vocabulary else 0
 
-    def _held(self, wanted: Callable[[ParameterShape], bool]) -> int:
-        rank = self.layout.ranks[0]
-        return sum(
-            numel_on(parameter, self.place.held(parameter), rank) * parameter.itemsize
-            for parameter in self.model.parameters
-            if wanted(parameter)
-        )
+    @property
+    def _moments_in_fp32(self) -> int:
+        """Bytes of both moments of the largest trained parameter, which an 8-bit step holds in fp32 for a while."""
+        trained = (parameter for parameter in self.model.parameters if parameter.trained)
+        return 2 * 4 * max(map(self._numel, trained), default=0)
+
+    def _moment(self, parameter: ParameterShape) -> int:
+        """Bytes of one moment of a parameter: ``n + 4 n / 256 + 1024`` for n elements in 8 bits, with their table."""
+        numel = self._numel(parameter)
+        if self.model.optimizer == "adamw" or numel < LEAST_IN_BLOCKS or numel % BLOCK:
+            return numel * parameter.itemsize
+        return numel + 4 * numel // BLOCK + 4 * 256
+
+    def _held(
+        self, wanted: Callable[[ParameterShape], bool], size: Callable[[ParameterShape], int] | None = None
+    ) -> int:
+        """Bytes of some parameters' shards, or of what belongs to each of them."""
+        size = size or (lambda parameter: self._numel(parameter) * parameter.itemsize)
+        return sum(size(parameter) for parameter in self.model.parameters if wanted(parameter))
+
+    def _numel(self, parameter: ParameterShape) -> int:
+        return numel_on(parameter, self.place.held(parameter), self.layout.ranks[0])
 
     def _item(self, what: str, size: int) -> Item:
         return Item(self.model.role, what, size)

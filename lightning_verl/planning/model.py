@@ -17,6 +17,7 @@ from lightning_verl.parallel.rollout import RolloutCut, rollout_cuts
 from lightning_verl.parallel.structure import decoder_layers
 from lightning_verl.parallel.tensor import cut_dims
 from lightning_verl.resharding.sinks import RolloutModule, plain_name
+from lightning_verl.roles.optimizers import OptimizerName
 from lightning_verl.strategies.layout import is_trainable
 from lightning_verl.strategies.precision import HybridPrecision
 
@@ -114,6 +115,8 @@ class RoleModel:
     """Whether it makes logits."""
     cost: UpdateCost | None = None
     """FLOPs of training it; None where they are not known."""
+    optimizer: OptimizerName = "adamw"
+    """What trains it."""
 
     @property
     def numel(self) -> int:
@@ -156,13 +159,19 @@ def build_on_meta(make: Callable[[], nn.Module], precision: HybridPrecision) -> 
     return precision.convert_module(module)
 
 
-def describe(module: nn.Module, precision: HybridPrecision, checkpointing: ActivationCheckpointing = None) -> RoleModel:
+def describe(
+    module: nn.Module,
+    precision: HybridPrecision,
+    checkpointing: ActivationCheckpointing = None,
+    optimizer: OptimizerName = "adamw",
+) -> RoleModel:
     """Take the shapes of a role.
 
     Args:
         module: The role, on any device.
         precision: What it computes in.
         checkpointing: Its activation checkpointing.
+        optimizer: What trains it, if anything does.
     """
     model: Any = module.model
     layer_of = {
@@ -195,6 +204,7 @@ def describe(module: nn.Module, precision: HybridPrecision, checkpointing: Activ
         checkpointing=checkpointing,
         has_head=head is not None,
         cost=None if head is None else UpdateCost.of(model),
+        optimizer=optimizer,
     )
 
 

@@ -106,7 +106,7 @@ def make_plan(config: TrainConfig, ranks: int | None = None, hardware: Hardware 
     modules = {role: _on_meta(role, source, config, precision) for role, source in sources.items()}
     _check_models(modules, layouts)
     models = {
-        role: describe(module, precision, getattr(module, "activation_checkpointing", None))
+        role: describe(module, precision, getattr(module, "activation_checkpointing", None), config.optimizer.name)
         for role, module in modules.items()
     }
     roles = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from lightning_verl.planning.advice import advise, gib, gigabytes, milliseconds, ranges
+from lightning_verl.planning.advice import advise, gib, gigabytes, mib, milliseconds, ranges
 from lightning_verl.planning.plan import ASSUMED_PROMPT_TOKENS, USABLE, Plan, RankMemory
 from lightning_verl.planning.traffic import Traffic
 from lightning_verl.strategies.layout import RoleLayout
@@ -18,7 +18,7 @@ WIDTH = 110
 
 def report(plan: Plan) -> str:
     """The whole report, which ends in a line break."""
-    parts = [_head(plan), _layouts(plan), _batches(plan), _memory(plan), _traffic(plan), _advice(plan)]
+    parts = [_head(plan), _layouts(plan), _batches(plan), _training(plan), _memory(plan), _traffic(plan), _advice(plan)]
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
 
@@ -107,6 +107,14 @@ def _batches(plan: Plan) -> Iterator[str]:
 def _span(numbers: tuple[int, int]) -> str:
     least, most = numbers
     return str(least) if least == most else f"{least} to {most}"
+
+
+def _training(plan: Plan) -> Iterator[str]:
+    yield "Gradients and optimizer state of a rank"
+    for role, memory in plan.roles.items():
+        if memory.model.is_trained:
+            bits = ", moments in 8 bits" if memory.model.optimizer == "adamw8bit" else ""
+            yield f"  {role:<10} {mib(memory.trained)} and {mib(memory.optimizer)}{bits}"
 
 
 def _memory(plan: Plan) -> Iterator[str]:

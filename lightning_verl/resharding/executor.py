@@ -281,6 +281,7 @@ class Resharder:
         self._received = sum(kind.received_bytes for kind in self._kinds)
         self._binding: _Binding | None = None
         self._link: float | None = None
+        self._measured = False
         self._started = 0.0
 
     def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -295,13 +296,13 @@ class Resharder:
         Returns:
             This rank's parts at the target, by name.
         """
-        first = self._binding is None
         if self._binding is None or not self._binding.fits(tensors):
             self._binding = _Binding(self._buckets, self._wants, tensors)
         binding = self._binding
         if self._group is not None and binding.device.type == "cpu":
             dist.barrier(self._group)  # gloo records no messages between two ranks: a rank that is missing shows here
-        if first and self._group is not None:
+        if self._group is not None and not self._measured:
+            self._measured = True
             self._link = measure_link(self._buckets, self._group, binding.device)
         self._started = time.perf_counter()
         results = dict(binding.kept)
@@ -325,6 +326,10 @@ class Resharder:
         for name in self._scalars:
             results[name] = results[name].view(())
         return results
+
+    def forget(self) -> None:
+        """Let go of the source tensors, where they are others the next time."""
+        self._binding = None
 
     def report(self) -> ReshardReport:
         """What the last run cost, once it is through: on CUDA this waits for what the current stream does."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard  # torch exports it nowhere else
 
@@ -32,6 +33,11 @@ def layout_of(parameter: Tensor, prefix: str, grids: Mapping[str, Grid]) -> Tens
     outer = [(axis, place) for axis, place in placed if place.is_shard() and not isinstance(place, _StridedShard)]
     cuts = tuple(Cut(axis, place.dim) for axis, place in outer + inner)  # type: ignore[attr-defined]
     return TensorLayout(grids[axes[0]], cuts)
+
+
+def mesh_of(parameter: Tensor) -> DeviceMesh | None:
+    """The mesh of a DTensor; None for a plain tensor."""
+    return parameter.device_mesh if isinstance(parameter, DTensor) else None
 
 
 def local_part(parameter: Tensor) -> Tensor:

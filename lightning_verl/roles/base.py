@@ -15,6 +15,7 @@ from lightning_verl.data.experience import RolloutBatch
 from lightning_verl.models.attention import NAME, PackedSequence, attention_named, attention_problem
 from lightning_verl.models.heads import hidden_states, packed_states
 from lightning_verl.parallel.checkpointing import ActivationCheckpointing
+from lightning_verl.roles.optimizers import OptimizerName, check_optimizer, make_optimizer
 
 
 class Role(LightningModule):
@@ -30,6 +31,11 @@ class Role(LightningModule):
         weight_decay: AdamW's weight decay.
         betas: AdamW's moment decays.
         activation_checkpointing: Overrides the strategy's for this role.
+        optimizer: "adamw", or "adamw8bit" for moments of 8 bits, which needs torchao.
+
+    Raises:
+        ValueError: There is no such optimizer.
+        ImportError: "adamw8bit", but torchao is missing.
     """
 
     role: str
@@ -44,7 +50,9 @@ class Role(LightningModule):
         weight_decay: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.999),
         activation_checkpointing: ActivationCheckpointing = None,
+        optimizer: OptimizerName = "adamw",
     ) -> None:
+        check_optimizer(type(self).__name__, optimizer)
         super().__init__()
         self.model = model
         self.learning_rate = learning_rate
@@ -52,11 +60,12 @@ class Role(LightningModule):
         self.betas = betas
         self.activation_checkpointing = activation_checkpointing
         self._is_padded = True
+        self.optimizer_name = optimizer
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW over the trained parameters; override it for another optimizer."""
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=self.weight_decay, betas=self.betas)
+        return make_optimizer(self.optimizer_name, parameters, self.learning_rate, self.weight_decay, self.betas)
 
     @property
     def packing_problem(self) -> str | None:

@@ -10,10 +10,11 @@ shapes, but neither gives nor takes a tensor.
 
 from __future__ import annotations
 
+import math
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +23,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -35,6 +37,10 @@ from torch.optim import Optimizer
 from lightning_verl.parallel.fsdp import reshard
 
 _STATE_FILE = "state.pt"
+LEAST_IN_BLOCKS = 4096
+"""Elements of a part from which torchao holds it in blocks, if they divide it."""
+_HOW_IT_RUNS = (".fused", ".foreach")
+"""Options of an optimizer that depend on where its parameters lie here, and change no result."""
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 _Tensors = dict[str, Tensor]
 
@@ -107,25 +113,31 @@ def load(path: Path, state: dict[str, Any], role_of: Callable[[Optimizer], str],
 
     Raises:
         FileNotFoundError: There is no whole checkpoint at ``path``.
-        CheckpointMismatchError: A name is missing, or a tensor has another shape.
+        CheckpointMismatchError: A name is missing, a tensor has another shape, an optimizer is of another kind, or the
+            blocks of 8-bit moments do not fit this layout.
     """
     if not (path / _STATE_FILE).is_file():
         raise FileNotFoundError(f"No whole checkpoint at {path}: {_STATE_FILE} is missing there.")
     plain = torch.load(path / _STATE_FILE, map_location="cpu", weights_only=True)
     saved_names = set(plain["tensor_names"]) | set(plain["values"])
     wanted = {name: item for name, item in state.items() if name in saved_names}
-    targets, _ = _split(wanted, role_of)
+    targets, here = _split(wanted, role_of)
     reader = _Reader(str(path))
     holds_tensors = (path / ".metadata").is_file()
     with _on_every_rank():
         if strict:
             _check_names(path, saved_names, state)
         if holds_tensors:
-            _check_shapes(path, reader.read_metadata(), targets)
+            metadata = reader.read_metadata()
+            _check_shapes(path, metadata, targets)
+            for name, tensors in targets.items():
+                if isinstance(block := getattr(wanted[name], "block_size", None), int):
+                    _check_blocks(path, name, metadata, tensors, block)
+        _check_options(path, plain["scalars"], here["scalars"])
     if holds_tensors:  # all ranks read it together, also those that take nothing
         with _single_process_is_fine():
             dcp.load(targets, storage_reader=reader, no_dist=not dist.is_initialized())
-    _put_back(wanted, targets, plain, role_of)
+    _put_back(wanted, targets, plain["scalars"], here["scalars"], role_of)
     for name in list(wanted):
         if name in plain["values"]:
             value = plain["values"].pop(name)
@@ -180,14 +192,19 @@ def _is_elsewhere(module: nn.Module) -> bool:
 
 
 def _put_back(
-    state: Mapping[str, Any], tensors: dict[str, _Tensors], plain: dict[str, Any], role_of: Callable[[Optimizer], str]
+    state: Mapping[str, Any],
+    tensors: dict[str, _Tensors],
+    saved: Mapping[str, Mapping[str, Any]],
+    here: Mapping[str, Mapping[str, Any]],
+    role_of: Callable[[Optimizer], str],
 ) -> None:
     modules = {str(module.role): module for module in state.values() if isinstance(module, nn.Module)}
     for name, item in state.items():
         if isinstance(item, nn.Module) and name in tensors:
             set_model_state_dict(item, cast(dict[str, Any], tensors[name]))
         elif isinstance(item, Optimizer) and not _is_elsewhere(modules[role_of(item)]):
-            entries = {**tensors.get(name, {}), **plain["scalars"][name]}
+            how = {key: value for key, value in here[name].items() if key.endswith(_HOW_IT_RUNS)}
+            entries = {**tensors.get(name, {}), **saved[name], **how}
             set_optimizer_state_dict(modules[role_of(item)], item, entries, options=_OPTIONS)
 
 
@@ -220,6 +237,59 @@ def _check_shapes(path: Path, metadata: Metadata, targets: dict[str, _Tensors]) 
                     f"{tuple(tensor.shape)} here and "
                     f"{found}. Build the roles with the config that it was saved from."
                 )
+
+
+def _check_options(path: Path, saved: Mapping[str, Mapping[str, Any]], here: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse the state of an optimizer that lacks options which the one here has."""
+    for name, options in here.items():
+        if missing := sorted({key.rpartition(".")[2] for key in options.keys() - saved.get(name, {}).keys()}):
+            raise CheckpointMismatchError(
+                f"The checkpoint at {path} holds another optimizer as {name}, without the options {missing}. Build the "
+                "role with the optimizer that it was saved with, or leave this name out of the state for new moments."
+            )
+
+
+def _check_blocks(path: Path, name: str, metadata: Metadata, tensors: _Tensors, block: int) -> None:
+    """Refuse moments in blocks with a scale each where this rank's part begins or ends inside of a block."""
+    for key, tensor in tensors.items():
+        saved = metadata.state_dict_metadata.get(f"{name}.{key}")
+        if not isinstance(saved, TensorStorageMetadata):
+            continue
+        for mine in _create_chunk_list(tensor):
+            if any(_cuts_block(part, common, block) for part, common in _common(mine, saved.chunks)):
+                raise CheckpointMismatchError(
+                    f"The checkpoint at {path} holds {name}.{key} in blocks of {block} elements, and this rank's part "
+                    f"of it, {tuple(mine.sizes)} at {tuple(mine.offsets)} of {tuple(tensor.shape)}, begins or ends "
+                    "inside of one. Load it on the layout that it was saved from, or leave this name out of the state "
+                    "for new moments."
+                )
+
+
+_Box = list[tuple[int, int]]
+"""Where a part of a tensor begins and ends in each dim."""
+
+
+def _common(mine: ChunkStorageMetadata, saved: Iterable[ChunkStorageMetadata]) -> Iterator[tuple[_Box, _Box]]:
+    """What parts have in common with the saved ones, each time with both: ``(part, common)``."""
+    own = _box(mine)
+    for other in map(_box, saved):
+        both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(own, other, strict=True)]
+        if all(begin < end for begin, end in both):
+            yield own, both
+            yield other, both
+
+
+def _box(chunk: ChunkStorageMetadata) -> _Box:
+    return [(offset, offset + size) for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+
+
+def _cuts_block(part: _Box, common: _Box, block: int) -> bool:
+    """Whether some of a part cannot be taken out of it without cutting a block."""
+    numel = math.prod(end - begin for begin, end in part)
+    if part == common or numel < LEAST_IN_BLOCKS or numel % block:
+        return False  # whole, or not in blocks
+    row = numel // (part[0][1] - part[0][0])
+    return part[1:] != common[1:] or any((end - part[0][0]) * row % block for end in common[0])
 
 
 @contextmanager

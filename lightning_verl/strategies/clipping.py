@@ -65,6 +65,8 @@ def _norm(gradients: list[Tensor], mesh: DeviceMesh | None, cut: tuple[int, ...]
     norm = get_total_norm(parts, norm_type).float()
     infinite = math.isinf(norm_type)
     power = norm if infinite else norm**norm_type
+    if mesh is not None:
+        power = power.to(mesh.device_type)  # of gradients in host memory it is there, where NCCL cannot reduce it
     groups = [] if mesh is None else [mesh.get_group(axis) for axis in cut]
     for group in groups:
         dist.all_reduce(power, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)

@@ -119,7 +119,8 @@ class HybridEngine:
         self._sources = self._sources or {plain_name(n): p for n, p in self._trained.named_parameters()}
         with self._strategy.phase("actor", "reshard"), torch.no_grad():
             resharder = self._resharder = self._resharder or self._plan()
-            tensors = resharder.run({name: local_part(p) for name, p in self._sources.items()})
+            device = self._strategy.root_device  # where the shards are already, unless they live in host memory
+            tensors = resharder.run({name: local_part(p).to(device) for name, p in self._sources.items()})
             for adapter in self._view.adapters:
                 a, b = tensors.pop(adapter.a), tensors.pop(adapter.b)
                 if self._merges:
@@ -129,6 +130,8 @@ class HybridEngine:
             self._view.fill(tensors)
             del tensors
             self.report = resharder.report()
+            if self._strategy.offload_parameters:
+                resharder.forget()
         try:
             yield
         finally:

@@ -17,6 +17,7 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.types import _PATH
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
+from torch.distributed.fsdp import OffloadPolicy
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -27,10 +28,12 @@ from lightning_verl.parallel.fsdp import apply_fsdp, no_gradient_sync, reshard
 from lightning_verl.parallel.tensor import apply_tensor_parallel, models_to_cut
 from lightning_verl.resharding.buckets import BUCKET_BYTES
 from lightning_verl.resharding.executor import ReshardReport
+from lightning_verl.resharding.layouts import mesh_of
 from lightning_verl.strategies import checkpoint
 from lightning_verl.strategies.clipping import clip_by_true_norm
 from lightning_verl.strategies.experts import expert_axes
 from lightning_verl.strategies.groups import DEFAULT_TIMEOUT, GroupRegistry, operations_of
+from lightning_verl.strategies.hosted import check_hosted, host_policy, warn_of_link
 from lightning_verl.strategies.layout import ROLES, RoleLayout, check_config, check_names, is_trainable, resolve_layouts
 from lightning_verl.strategies.mesh import DeviceMesh
 from lightning_verl.strategies.offload import OffloadReport
@@ -68,6 +71,8 @@ class HybridStrategy(ModelParallelStrategy):
             wins.
         defer_gradient_sync: Over an accumulated mini-batch, reduce gradients once at its end instead of in every
             micro-batch. It saves traffic and costs one whole fp32 copy of the gradients.
+        offload_parameters: Keep parameters, gradients and optimizer states of all roles in host memory (CUDA only);
+            optimizers step there.
         timeout: Longest time of a collective.
         process_group_backend: "nccl" or "gloo"; None takes the device's.
 
@@ -86,6 +91,7 @@ class HybridStrategy(ModelParallelStrategy):
         reshard_bucket_bytes: int = BUCKET_BYTES,
         activation_checkpointing: ActivationCheckpointing = None,
         defer_gradient_sync: bool = False,
+        offload_parameters: bool = False,
         timeout: timedelta = DEFAULT_TIMEOUT,
         process_group_backend: str | None = None,
     ) -> None:
@@ -97,11 +103,13 @@ class HybridStrategy(ModelParallelStrategy):
         self.timeout = timeout
         self.activation_checkpointing = activation_checkpointing
         self.defer_gradient_sync = defer_gradient_sync
+        self.offload_parameters = offload_parameters
+        self._host_policy: OffloadPolicy | None = None
         self.enable_3d_hybrid = enable_3d_hybrid
         self.reshard_bucket_bytes = reshard_bucket_bytes
         self._config = dict(parallelism_config or {})
         self._engine_config = dict(hybrid_engine_config or {})
-        check_config(self._config, self._engine_config, enable_3d_hybrid)
+        check_config(self._config, self._engine_config, enable_3d_hybrid, offload_parameters)
         self._layouts: dict[str, RoleLayout] | None = None
         self._groups = GroupRegistry(timeout, process_group_backend)
         self._meshes: dict[str, TorchDeviceMesh] = {}
@@ -140,6 +148,7 @@ class HybridStrategy(ModelParallelStrategy):
     @override
     def setup_environment(self) -> None:
         self._resolve(self.world_size)
+        self._host_policy = host_policy(self.root_device) if self.offload_parameters else None
         if self.accelerator is not None:
             self.accelerator.setup_device(self.root_device)
         if self.world_size > 1:
@@ -292,6 +301,8 @@ class HybridStrategy(ModelParallelStrategy):
         role = self.role_of(module)
         if role == "actor":
             self._rollouts.check(module)
+        if self.offload_parameters:
+            check_hosted(self.layout(role))
         if not is_trainable(module, role):
             module.requires_grad_(False)
         if dist.is_initialized():
@@ -335,7 +346,9 @@ class HybridStrategy(ModelParallelStrategy):
             dims = self._rollouts.aligned_dims() if role == "actor" else {}
             policy = self.hybrid_precision.policy()
             shard_experts(module, self._expert_axes[role], policy)
-            apply_fsdp(module, mesh[axes], policy, reduce, dims)
+            apply_fsdp(module, mesh[axes], policy, reduce, dims, self._host_policy)
+            if self._host_policy is not None and self.global_rank == layout.ranks[0]:
+                warn_of_link(module, role)
 
     def _copy_from_first_rank(self, module: nn.Module, role: str) -> None:
         """Make every rank of the role start from the same weights, also where they were drawn at random on each."""
@@ -356,6 +369,8 @@ class HybridStrategy(ModelParallelStrategy):
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [sharded[names[id(p)]] if id(p) in names else p for p in group["params"]]
+                if group.get("fused") and len({mesh_of(parameter) for parameter in group["params"]}) > 1:
+                    group["fused"] = False  # torch's fused update takes the parameters of one mesh only
         return module, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
 
     @override

@@ -147,7 +147,10 @@ def check_names(owner: str, given: Iterable[str], known: Iterable[str], what: st
 
 
 def check_config(
-    parallelism_config: Mapping[str, Mapping[str, Any]], engine: Mapping[str, Any], enable_3d_hybrid: bool = True
+    parallelism_config: Mapping[str, Mapping[str, Any]],
+    engine: Mapping[str, Any],
+    enable_3d_hybrid: bool = True,
+    offload_parameters: bool = False,
 ) -> None:
     """Check names and values that need no world size.
 
@@ -175,6 +178,11 @@ def check_config(
         )
     if not isinstance(engine.get("offload_to_cpu", False), bool):
         raise ValueError(f"{owner} got offload_to_cpu={engine['offload_to_cpu']!r}; it takes True or False.")
+    if offload_parameters and engine.get("offload_to_cpu"):
+        raise ValueError(
+            f"{owner} got offload_to_cpu=True with offload_parameters=True, which keeps optimizer states and gradients "
+            "in host memory all the time. Leave one of them out."
+        )
 
 
 def _check_size(owner: str, key: str, value: Any) -> None:

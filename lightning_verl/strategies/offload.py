@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, UntypedStorage
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_verl.resharding.layouts import local_part
 
@@ -138,9 +139,19 @@ def _tensors(optimizers: Iterable[Optimizer]) -> tuple[list[Tensor], list[Tensor
 def _storages(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
     """The memory of tensors; single numbers, such as step counts, stay."""
     for tensor in tensors:
-        local = local_part(tensor)
-        if local.numel() > 1:
-            yield local.untyped_storage()
+        for part in _plain_parts(local_part(tensor)):
+            if part.numel() > 1:
+                yield part.untyped_storage()
+
+
+def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that hold a tensor's memory: of 8-bit moments the codes, their scales and the table of values."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for name in names:
+        yield from _plain_parts(getattr(tensor, name))
 
 
 def _as_bytes(storage: UntypedStorage) -> Tensor:

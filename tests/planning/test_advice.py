@@ -87,6 +87,10 @@ def test_a_phase_that_does_not_fit_says_by_how_much_and_what_to_change(large: Tr
     saved = (update.bytes - smaller.memory[0].phases[-1].peak.bytes) / 2**30
     assert f"batch.max_tokens_per_micro_batch=8192 (-{saved:.2f} GiB)" in line
     assert "actor: model.lora, almost all of it (-" in line
+    eight = make_plan(replace(without, optimizer=replace(without.optimizer, name="adamw8bit")), 64)
+    saved = (update.bytes - eight.memory[0].phases[-1].peak.bytes) / 2**30
+    assert f"optimizer.name=adamw8bit (-{saved:.2f} GiB)" in line
+    assert not any("adamw8bit" in line for line in texts(eight, "fit"))
     assert "critic: ranks of its own (-1.32 GiB)" in line  # 12 bytes for each of 7.57 B / 64 shards
     assert line.index("activation_checkpointing") < line.index("max_tokens") < line.index("ranks of its own")
     assert texts(kept, "fit") == []

@@ -61,9 +61,14 @@ class Alive(TorchDispatchMode):
         tensors = [t for t in tree_leaves(result) if isinstance(t, Tensor) and not isinstance(t, DTensor)]
         new = [tensor for tensor in tensors if not tensor.is_meta and self.add(tensor)]
         if new or function.namespace != "aten" or "copy" in str(function):  # FSDP2 fills what it has emptied by copying
-            alive = [storage for reference in self._storages.values() if (storage := reference()) is not None]
-            self.most = max(self.most, sum(storage.nbytes() for storage in alive))
+            self.most = max(self.most, self.now)
         return result
+
+    @property
+    def now(self) -> int:
+        """Bytes that are alive."""
+        alive = [storage for reference in self._storages.values() if (storage := reference()) is not None]
+        return sum(storage.nbytes() for storage in alive)
 
 
 def peak_of(flow: HybridDataFlow, work: Callable[[], Any]) -> int:
@@ -76,6 +81,14 @@ def peak_of(flow: HybridDataFlow, work: Callable[[], Any]) -> int:
 
 
 def _one_peak(flow: HybridDataFlow, work: Callable[[], Any]) -> int:
+    alive = watched(flow)
+    with alive:
+        work()
+    return alive.most
+
+
+def watched(flow: HybridDataFlow) -> Alive:
+    """A watch on the weights and the optimizer states, and on all that is made while it is entered."""
     alive = Alive()
     for module in flow.modules.values():
         for tensor in [*module.parameters(), *module.buffers()]:
@@ -84,9 +97,7 @@ def _one_peak(flow: HybridDataFlow, work: Callable[[], Any]) -> int:
         for tensor in tree_leaves(list(optimizer.state.values())):
             if isinstance(tensor, Tensor):
                 alive.add(tensor)
-    with alive:
-        work()
-    return alive.most
+    return alive
 
 
 def experience() -> Experience:
@@ -181,3 +192,35 @@ def test_peaks_are_as_planned(
         errors = {phase: planned / real - 1 for phase, (planned, real) in phases.items()}
         assert -0.01 < errors["update"] < 0.08, phases
         assert all(abs(errors[phase]) < 0.01 for phase in errors if phase != "update"), phases
+
+
+def left_by_updates(precision: Any) -> list[tuple[int, int, int]]:
+    """By role, critic before actor: bytes of its weights, most bytes that its update adds, and what it leaves."""
+    fabric = Fabric(accelerator="cpu", strategy=HybridStrategy(), precision=precision)
+    fabric.launch()
+    shapes = {**SIZES, "num_hidden_layers": 1}
+    actor, critic = Actor(tiny_config("qwen3", **shapes), tokenizer=char_tokenizer()), Critic(tiny_config(**shapes))
+    flow = HybridDataFlow(actor, critic)
+    flow.setup(fabric)
+    flow.setup_optimizers()
+    algorithm, rows = PPO(), experience()
+    passes = {"critic": algorithm._critic_pass, "actor": algorithm._actor_pass}
+    for role, update in passes.items():
+        flow.train(role, rows, update)  # the optimizer states are there from the first step on
+    results = []
+    for role, update in passes.items():
+        alive = watched(flow)
+        held = alive.now
+        with alive:
+            flow.train(role, rows, update)
+        weights = sum(part.nbytes for part in local(flow.modules[role]))
+        results.append((weights, alive.most - held, alive.now - held))
+    return results
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_an_update_leaves_no_gradient_to_the_next(precision: Any) -> None:
+    """Nothing of the critic's gradients lives when the actor's update begins; some metrics of 8 bytes each do."""
+    for weights, added, left in run_ranks(left_by_updates, 1, precision)[0]:
+        assert added > weights, "gradients were there, as large as the weights, and activations"
+        assert left < 1024

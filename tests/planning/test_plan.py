@@ -17,6 +17,7 @@ from lightning_verl.config import (
     ConfigError,
     DataConfig,
     ModelConfig,
+    OptimizerConfig,
     RewardConfig,
     StrategyConfig,
     TrainConfig,
@@ -171,6 +172,20 @@ def test_lora_keeps_its_adapter_of_step_0(model: str) -> None:
     assert "scoring" in [phase.name for phase in plan.memory[0].phases]
 
 
+def test_gradients_and_optimizer_state_are_shown_with_an_adapter_and_in_8_bits(model: str) -> None:
+    grpo = config(model, algorithm={"name": "grpo"}, strategy=StrategyConfig())
+    lora = ModelConfig(model, lora={"r": 64, "target_modules": ["q_proj"]})
+    # A and B of 64 x 64 in each of two layers: 4 x 16,384 bytes of gradients, two moments of as many.
+    heading = "\n\nGradients and optimizer state of a rank\n  actor      "
+    assert heading + "0.1 MiB and 0.1 MiB\n" in report(make_plan(replace(grpo, model=lora)))
+    plan = make_plan(replace(grpo, model=lora))
+    assert (plan.roles["actor"].trained, plan.roles["actor"].optimizer) == (65_536, 131_072)
+    # In 8 bits each of four parameters has two moments of 4,096 + 16 x 4 + 1,024 bytes.
+    small = make_plan(replace(grpo, model=lora, optimizer=OptimizerConfig(name="adamw8bit")))
+    assert (small.roles["actor"].trained, small.roles["actor"].optimizer) == (65_536, 4 * 2 * 5_184)
+    assert heading + "0.1 MiB and 0.0 MiB, moments in 8 bits\n" in report(small)
+
+
 # ---- 1,024 ranks -----------------------------------------------------------------------------------------------------
 
 
@@ -190,8 +205,8 @@ def test_1024_ranks_by_hand(large: Plan) -> None:
     # 128 copies take 8 prompts x 4 samples each of 1024 + 3072 tokens: 36 layers x 2 x 1 kv head x 128 x 2 bytes
     last = {item.what: item.bytes for item in actor.rollout(large.sizes, "sampled")["last token"]}
     assert last["key-value cache"] == 36 * 2 * 1 * 128 * 2 * (32 * 4096)
-    # A prompt of 1,024 and its four responses of 3,072 are a micro-batch; "selective" keeps 2 x (2 x 4096 + 2048 + 6144)
-    # + 4 x 16 = 32,832 bytes a token and layer.
+    # A prompt of 1,024 and its four responses of 3,072 are a micro-batch; "selective" keeps 2 x (2 x 4096 + 2048 +
+    # 6144) + 4 x 16 = 32,832 bytes a token and layer.
     assert actor.batch.micro_batch_tokens == 13_312
     layers, _ = actor.activations()
     assert layers == 13_312 * (36 * 32_832 + 12 * 4_096)

@@ -112,6 +112,18 @@ def test_a_checkpoint_goes_from_four_ranks_to_two_to_one_and_back(tmp_path: Path
         torch.testing.assert_close(after, saved[2:], atol=1e-4, rtol=1e-4)
 
 
+def test_whether_an_optimizer_is_fused_is_not_read_from_a_checkpoint(tmp_path: Path) -> None:
+    """It depends on the meshes here; the weight decay is read."""
+    fabric, state = roles({})
+    state["actor_optimizer"].param_groups[0].update(fused=True, weight_decay=0.5)
+    train(fabric, state)
+    fabric.save(str(tmp_path / "checkpoint"), state)
+    fabric, state = roles({})
+    fabric.load(str(tmp_path / "checkpoint"), state)
+    group = state["actor_optimizer"].param_groups[0]
+    assert (group["fused"], group["weight_decay"]) == (None, 0.5)
+
+
 APART = {"mesh_shape": (2, 1, 1, 1), "parallelism_config": {"critic": {"dp": 1, "ranks": [2]}}}
 
 
