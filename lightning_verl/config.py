@@ -121,8 +121,8 @@ class BatchConfig:
     """Samples of a prompt; None: the algorithm's."""
     epochs: int = 1
     """Passes over the samples of a step."""
-    max_tokens_per_micro_batch: int = 16_384
-    """Tokens that one forward pass may hold on a rank; changes no result."""
+    max_tokens_per_micro_batch: int | None = None
+    """Tokens that one forward pass may hold on a rank; null: up to 16,384, as memory allows. Changes no result."""
     packing: Packing = "shared"
     """``shared``: without padding, and the prompt of samples once; ``rows``: without padding; ``padded``. Changes no
     result."""

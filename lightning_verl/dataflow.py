@@ -39,6 +39,7 @@ from lightning_verl.data.microbatches import MicroBatches, Packing
 from lightning_verl.metrics import StepMetrics
 from lightning_verl.models.modes import deterministic
 from lightning_verl.parallel.fsdp import reshard
+from lightning_verl.planning.budget import MicroBatchBudget
 from lightning_verl.rewards.functions import Scores
 from lightning_verl.rewards.scores import join_scores
 from lightning_verl.roles.adapter import AdapterReference
@@ -84,7 +85,8 @@ class HybridDataFlow:
         reward: A reward model, functions or an ensemble.
         reference: The policy that a KL penalty measures from. None with a LoRA actor: the actor as it was at step 0.
         max_tokens_per_micro_batch: Tokens that one forward pass may hold on a rank, padding included where there is
-            any and a shared prompt once; results do not depend on it.
+            any and a shared prompt once; results do not depend on it. None: 16,384, on CUDA as many of them as an
+            update has memory for (``MicroBatchBudget``).
         packing: "shared": rows run side by side, without padding, and the prompt that samples have in common runs once;
             "rows": each with its own prompt; "padded": each to the length of the longest. Results do not depend on it.
             Models that cannot run side by side are padded, and a line of the log says why.
@@ -103,7 +105,7 @@ class HybridDataFlow:
         reward: nn.Module | None = None,
         reference: nn.Module | None = None,
         *,
-        max_tokens_per_micro_batch: int = 16_384,
+        max_tokens_per_micro_batch: int | None = None,
         packing: Packing = "shared",
         max_grad_norm: float = 1.0,
         skip_special_tokens: bool = True,
@@ -121,7 +123,7 @@ class HybridDataFlow:
             ("max_tokens_per_micro_batch", max_tokens_per_micro_batch),
             ("max_grad_norm", max_grad_norm),
         ):
-            if not value > 0:
+            if value is not None and not value > 0:
                 raise ValueError(f"HybridDataFlow got {key}={value}; it must be above 0.")
         if packing not in get_args(Packing):
             raise ValueError(f"HybridDataFlow got packing={packing!r}; it takes {', '.join(get_args(Packing))}.")
@@ -174,6 +176,7 @@ class HybridDataFlow:
                 self._wrapped[role] = fabric.setup_module(self.modules[role])
         self.metrics = StepMetrics(fabric.device)
         self.gate = Gate(fabric.strategy)
+        self._budget = MicroBatchBudget(fabric.strategy, self.modules, self.optimizers)
         self._exchange = RowExchange(fabric.strategy, [("actor", role) for role in (*ROLES, "rollout")])
         actor = self.modules["actor"]
         if "reference" not in self.modules and getattr(actor, "has_adapter", False):
@@ -402,8 +405,8 @@ class HybridDataFlow:
 
     def _plan(self, role: str, rows: Experience) -> tuple[MicroBatches, Normalizer]:
         """Cut rows into micro-batches, equally many on all data ranks, and count the tokens of all of them."""
-        mask = rows.mask
-        batches = MicroBatches.cut(rows.sizes(), self.max_tokens_per_micro_batch, self._packing_of(role))
+        mask, limit = rows.mask, self.max_tokens_per_micro_batch or self._budget.of(role)
+        batches = MicroBatches.cut(rows.sizes(), limit, self._packing_of(role))
         own = [*torch.stack([mask.sum(), mask.any(1).sum()]).tolist(), len(batches)]
         counts = gather_counts(own, self.strategy.group(role, "scores"))
         normalizer = Normalizer(

@@ -114,6 +114,15 @@ def kept_per_token(role: RoleModel, tensor: int) -> int:
     return saved_per_token(role.decoder, role.compute_bytes, tensor)
 
 
+def activation_bytes(role: RoleModel, tensor: int) -> tuple[int, int]:
+    """Bytes a position that wait for the backward pass, and bytes a position while one layer is in it."""
+    decoder, c = role.decoder, role.compute_bytes
+    outside = (4 + 4 * c) * decoder.hidden  # final norm, embeddings, and the rows that predict responses
+    again = saved_per_token(decoder, c, tensor) if role.checkpointing in ("full", "selective") else 0
+    whole = again + c * (2 * decoder.hidden + decoder.inner // tensor)
+    return decoder.layers * kept_per_token(role, tensor) + outside, whole
+
+
 def running_per_token(decoder: Decoder, compute_bytes: int, tensor: int) -> int:
     """Bytes a position while a layer runs without gradients: ``c (4h + 3m)``."""
     return compute_bytes * (4 * decoder.hidden + 3 * -(-decoder.inner // tensor))
@@ -242,13 +251,8 @@ class RoleMemory:
 
     def activations(self) -> tuple[int, int]:
         """Bytes that wait for the backward pass, and bytes while one layer is in it."""
-        decoder, tokens, c = self.model.decoder, self.batch.micro_batch_tokens, self.model.compute_bytes
-        outside = (4 + 4 * c) * decoder.hidden  # final norm, embeddings, and the rows that predict responses
-        layers = tokens * (decoder.layers * kept_per_token(self.model, self.layout.tensor) + outside)
-        again = 0
-        if self.model.checkpointing in ("full", "selective"):
-            again = saved_per_token(decoder, c, self.layout.tensor)
-        return layers, tokens * (again + c * (2 * decoder.hidden + decoder.inner // self.layout.tensor))
+        layers, whole = activation_bytes(self.model, self.layout.tensor)
+        return self.batch.micro_batch_tokens * layers, self.batch.micro_batch_tokens * whole
 
     # ---- rollout -----------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from lightning_verl.config import ConfigError, TrainConfig, make_algorithm, role
 from lightning_verl.parallel.expert import check_experts
 from lightning_verl.parallel.tensor import tensor_parallel_problems
 from lightning_verl.planning.batch import BatchSizes, RoleBatch
+from lightning_verl.planning.budget import MOST_TOKENS
 from lightning_verl.planning.memory import RESHARDING, Item, Moment, Phase, RoleMemory
 from lightning_verl.planning.model import build_on_meta, describe, model_config
 from lightning_verl.planning.shards import Placement, same_grid
@@ -225,12 +226,13 @@ def _check_models(modules: Mapping[str, Any], layouts: Mapping[str, RoleLayout])
 def _sizes(config: TrainConfig, algorithm: Algorithm) -> BatchSizes:
     batch = config.batch
     samples = algorithm.samples_per_prompt if batch.samples_per_prompt is None else batch.samples_per_prompt
+    tokens = batch.max_tokens_per_micro_batch
     sizes = BatchSizes(
         rollout_batch_size=batch.rollout_batch_size,
         update_batch_size=batch.rollout_batch_size if batch.update_batch_size is None else batch.update_batch_size,
         samples_per_prompt=samples,
         epochs=batch.epochs,
-        max_tokens_per_micro_batch=batch.max_tokens_per_micro_batch,
+        max_tokens_per_micro_batch=MOST_TOKENS if tokens is None else tokens,
         prompt_tokens=config.data.max_prompt_length or ASSUMED_PROMPT_TOKENS,
         response_tokens=config.sampling.max_new_tokens,
         packing=batch.packing,
