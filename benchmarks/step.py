@@ -1,0 +1,204 @@
+"""Measures one step of GRPO: lightning_verl and TRL's GRPOTrainer, on the same work in one run, on one GPU.
+
+    python benchmarks/step.py --output docs/benchmarks/step.json
+    python benchmarks/step.py --only 1.5B --micro-batches 16
+    python benchmarks/step.py --table-only
+
+The first line measures every case and writes the JSON file, after each side of each case. With ``--only`` other cases
+stay in the file as they are. The last line measures nothing and writes the page docs/benchmarks/step.md from
+docs/benchmarks/step.json. Models have the shapes of Qwen2.5 and random weights. Each side runs in a process of its own,
+so that none holds memory while another runs. Where TRL or vLLM is not installed its columns stay empty. On a CPU it
+runs too, on a tiny model (``--only tiny tiny-drawn``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from importlib.util import find_spec
+from os import environ
+from pathlib import Path
+
+from rollout_results import Work
+from rollout_vllm import SETTINGS
+from step_results import Case, Result, Side, load, load_side, page, save
+
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER.parent / "docs" / "benchmarks" / "step.json"
+PAGE = RESULTS.with_suffix(".md")
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("1.5B", Work("1.5B"), "bf16-true"),
+        Case("0.5B", Work("0.5B"), "bf16-true"),
+        Case("drawn", Work("1.5B", new_tokens=1024, drawn=True), "bf16-true"),
+        Case("mixed", Work("1.5B"), "bf16-mixed"),
+        Case("tiny", Work("tiny", 4, 4, 12, 16), "bf16-true"),
+        Case("tiny-drawn", Work("tiny", 4, 4, 12, 32, drawn=True), "bf16-mixed"),
+    )
+}
+DEFAULT_CASES = ("1.5B", "0.5B", "drawn", "mixed")
+WARMUP = 2
+"""Steps of lightning_verl that do not count: it compiles kernels in the first, and settles memory in the second."""
+TRL_WARMUP = 1
+"""Of TRL, which compiles nothing."""
+TIME_LIMIT = 420
+"""Seconds of a process."""
+ENVIRONMENT = {
+    **SETTINGS,
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Of the processes: no network."""
+
+
+def run_side(script: str, case: Case, micro_batch: int, words: Sequence[str]) -> Side:
+    """Run one side in a process of its own.
+
+    Args:
+        script: Its file.
+        case: What is done.
+        micro_batch: Rows for TRL, positions for lightning_verl.
+        words: More options.
+
+    Returns:
+        What it measured, with ``problem`` where it failed, be it at the start or at the end.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "side.json"
+        command = [sys.executable, str(FOLDER / script), "--work", json.dumps(asdict(case.work)), *words]
+        command += ["--precision", case.precision, "--micro-batch", str(micro_batch), "--output", str(output)]
+        try:
+            # What it prints goes to stderr: the page alone is for stdout.
+            status = subprocess.run(command, env={**environ, **ENVIRONMENT}, timeout=TIME_LIMIT, stdout=2).returncode
+            problem = f"its process ended with status {status}" if status else ""
+        except subprocess.TimeoutExpired:
+            problem = f"its process took longer than {TIME_LIMIT} s"
+        side = load_side(output) if output.exists() else Side(micro_batch)
+    return replace(side, problem=problem) if problem else side
+
+
+def run_ours(case: Case, options: argparse.Namespace) -> Side:
+    """lightning_verl."""
+    words = ["--warmup", str(WARMUP), "--steps", str(options.steps), "--profile"]
+    return run_side("step_ours.py", case, options.micro_batch_tokens, words)
+
+
+class TRLSide:
+    """TRL in one case; model and tokenizer are made once.
+
+    Args:
+        case: What is done.
+        options: Those of the command line.
+        folder: For the model.
+    """
+
+    def __init__(self, case: Case, options: argparse.Namespace, folder: str) -> None:
+        self._case, self._steps, self._folder = case, options.steps, folder
+        rows = case.work.prompts * case.work.n
+        self._micro_batches = [size for size in options.micro_batches if rows % size == 0]
+        if not self._micro_batches:
+            raise ValueError(f"{case.name}: none of --micro-batches {options.micro_batches} divides its {rows} rows.")
+
+    def sweep(self) -> dict[str, float | None]:
+        """Seconds of one step with ``generate`` by micro-batch; nothing where there is only one to choose."""
+        if len(self._micro_batches) == 1:
+            return {}
+        found: dict[str, float | None] = {}
+        for size in self._micro_batches:
+            side = self._run("generate", size, steps=1)
+            found[str(size)] = side.seconds if side.steps else None
+            print(f"TRL, one step with {size} rows: {found[str(size)]} s {side.problem}", file=sys.stderr, flush=True)
+        return found
+
+    def best(self, sweep: dict[str, float | None]) -> int:
+        """The fastest micro-batch; the first where none was measured."""
+        times = {int(size): seconds for size, seconds in sweep.items() if seconds is not None}
+        return min(times, key=times.__getitem__) if times else self._micro_batches[0]
+
+    def measure(self, engine: str, micro_batch: int) -> Side:
+        """With an engine, in full."""
+        return self._run(engine, micro_batch, self._steps, "--profile")
+
+    def _run(self, engine: str, micro_batch: int, steps: int, *words: str) -> Side:
+        words = ("--engine", engine, "--folder", self._folder, "--steps", str(steps), *words)
+        return run_side("step_trl.py", self._case, micro_batch, ["--warmup", str(TRL_WARMUP), *words])
+
+
+def measure_case(case: Case, options: argparse.Namespace, keep: Callable[[Case], None]) -> None:
+    """One case on every side; ``keep`` gets it after each."""
+    started = time.perf_counter()
+
+    def report(name: str, side: Side) -> None:
+        spent = time.perf_counter() - started
+        figures = f"{side.seconds:.2f} s a step" if side.steps else "nothing measured"
+        print(f"[{spent:4.0f} s] {case.name}, {name}: {figures} {side.problem}".rstrip(), file=sys.stderr, flush=True)
+        keep(case)
+
+    case = replace(case, ours=run_ours(case, options))
+    report("lightning_verl", case.ours or Side(0))
+    missing = [name for name in ("trl", "vllm") if find_spec(name) is None]
+    with tempfile.TemporaryDirectory() as folder:
+        trl, size = TRLSide(case, options, folder), options.micro_batches[0]
+        for engine, needs in (("generate", ["trl"]), ("vLLM", ["trl", "vllm"])):
+            lacking = " and ".join(name for name in needs if name in missing)
+            if lacking:
+                side = Side(size, problem=f"{lacking} is not installed")
+            else:
+                if engine == "generate":
+                    case = replace(case, sweep=trl.sweep())
+                    size = trl.best(case.sweep)
+                side = trl.measure(engine, size)
+            case = replace(case, trl={**case.trl, engine: side})
+            report(f"TRL, {engine}", side)
+
+
+def measure(options: argparse.Namespace) -> Result:
+    """All cases that were asked for; the file is written after each side."""
+    result = load(options.output) if options.output.exists() else Result([])
+    result = replace(result, note=options.note or result.note)
+
+    def keep(case: Case) -> None:
+        nonlocal result
+        result = result.with_cases([case])
+        save(options.output, result)
+
+    for name in options.only:
+        measure_case(CASES[name], options, keep)
+    return result
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=RESULTS, help="the JSON file")
+    parser.add_argument("--table-only", action="store_true", help="measure nothing, only write the page again")
+    parser.add_argument("--only", nargs="+", choices=CASES, default=DEFAULT_CASES, help="cases to measure")
+    parser.add_argument("--steps", type=int, default=3, help="steps of each side, after those that do not count")
+    parser.add_argument(
+        "--micro-batches", type=int, nargs="+", default=[8, 16, 32], help="rows that TRL takes the best of"
+    )
+    parser.add_argument("--micro-batch-tokens", type=int, default=16_384, help="max_tokens_per_micro_batch of ours")
+    parser.add_argument("--note", default="", help="a sentence for the page, on the circumstances of the run")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and write the JSON file, or write the page."""
+    options = _parser().parse_args(arguments)
+    if options.table_only:
+        PAGE.write_text(page(load(RESULTS)))
+        return
+    print(page(measure(options)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,322 @@
+"""benchmarks/step.py: its arithmetic, its page, how the sides are run, and our side on a CPU. TRL is not needed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from benchmark_scripts import FOLDER, load_script
+
+GIB = 2**30
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FOLDER))  # the script is made of several files
+    return load_script("step")
+
+
+@pytest.fixture
+def results(benchmark: ModuleType) -> ModuleType:
+    return import_module("step_results")
+
+
+@pytest.fixture
+def common(benchmark: ModuleType) -> ModuleType:
+    return import_module("step_common")
+
+
+@pytest.fixture
+def trl_side(benchmark: ModuleType) -> ModuleType:
+    return import_module("step_trl")
+
+
+def make_side(results: ModuleType, *seconds: float, update: float = 1.0, **changes: Any) -> Any:
+    steps = [results.Step(value, {"update": update, "generation": value - update}, 1200, 3 * GIB) for value in seconds]
+    return results.Side(16, steps, **{"update_flops": 98.9e12, "busy": 0.5, "device": "GPU", **changes})
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+def test_figures_of_a_side_are_medians(results: ModuleType) -> None:
+    steps = [
+        results.Step(4.0, {"update": 1.0}, 1200, 5 * GIB),
+        results.Step(2.0, {"update": 0.5}, 1200, 7 * GIB),
+        results.Step(3.0, {"update": 0.4}, 1200, 6 * GIB),
+    ]
+    side = results.Side(16, steps, update_flops=98.9e12, device="GPU")
+    assert side.seconds == 3.0
+    assert side.phase("update") == 0.5
+    assert side.phase("weights") == 0.0
+    assert side.tokens_per_second == 1200 / 3
+    assert side.peak_bytes == 7 * GIB
+    # 98.9e12 FLOPs / 0.5 s / 989e12 FLOP/s
+    assert side.mfu == pytest.approx(0.2)
+    assert results.Side(16, steps, update_flops=98.9e12).mfu is None  # on a CPU
+
+
+@pytest.mark.parametrize(
+    ("engine", "seconds", "counts"),
+    [
+        ("generate", 10.5, True),  # 9.57 x 1.1 = 10.527
+        ("generate", 10.6, False),
+        ("generate", 8.7, True),  # 9.57 x 0.9 = 8.613
+        ("generate", 8.6, False),
+        ("vLLM", 8.1, True),  # 7.41 x 1.1 = 8.151
+        ("vLLM", 8.2, False),
+    ],
+)
+def test_a_run_counts_where_trl_is_as_fast_as_known(
+    benchmark: ModuleType, results: ModuleType, engine: str, seconds: float, counts: bool
+) -> None:
+    side = make_side(results, seconds)
+    case = results.Case("1.5B", results.Work("1.5B"), "bf16-true", None, {engine: side})
+    assert results.Result([case]).counts()[engine] is counts
+    other = results.Case("0.5B", results.Work("0.5B"), "bf16-true", None, {engine: side})
+    assert other.counts(engine) is None
+    assert results.Result([other]).counts() == {"generate": None, "vLLM": None}
+    unmeasured = results.Case("1.5B", results.Work("1.5B"), "bf16-true", None, {engine: results.Side(16)})
+    assert unmeasured.counts(engine) is None
+
+
+def make_case(results: ModuleType) -> Any:
+    ours = make_side(results, 2.0, update=0.4, busy=0.9)
+    trl = {"generate": make_side(results, 9.0), "vLLM": results.Side(16, problem="vllm is not installed")}
+    return results.Case("1.5B", results.Work("1.5B"), "bf16-true", ours, trl, {"16": 9.1, "32": None})
+
+
+def test_the_page_shows_ratios_goals_and_what_is_missing(results: ModuleType) -> None:
+    text = results.page(results.Result([make_case(results)], "A note."))
+    title = "1.5B, 32 x 8, 128 + 256 tokens, bf16-true"
+    # 9 s / 2 s; the same peak; 0.25 / 0.1, and 98.9 / (0.4 x 989) = 0.25; 0.4 s / 1 s; 0.9 / 0.5
+    assert (
+        f"| {title} | `generate` | 4.50x (at least 3.0x) | 1.00x (at most 0.75x) | 2.50x, 0.25 (at least 0.5) | 0.40x "
+        "| 1.80x |\n"
+    ) in text
+    assert (
+        "| lightning_verl | 2.00 | 1.60 | 0.00 | 0.00 | 0.00 | 0.40 | 0.00 | 0.00 | 600 | 3.2 GB | 0.25 | 90% |" in text
+    )
+    assert "| TRL, `generate`, 16 rows | 9.00 | 8.00 |" in text
+    assert "here it took 9.00 s, so the run counts (within 10%)" in text
+    assert "TRL with vLLM is known to take 7.41 s a step at 1.5B; it was not measured in this run." in text
+    assert "one step by rows of a micro-batch: 16: 9.10 s, 32: failed." in text
+    assert f"- {title}, TRL, vLLM, 16 rows: vllm is not installed\n" in text
+    assert "step.json`. A note.\n" in text
+    slower = results.Case("1.5B", results.Work("1.5B"), "bf16-true", None, {"generate": make_side(results, 12.0)})
+    assert "so the run does **not** count" in results.page(results.Result([slower]))
+
+
+def test_results_are_kept_as_they_are_and_say_whether_they_count(results: ModuleType, tmp_path: Path) -> None:
+    result = results.Result([make_case(results)], "A note.")
+    results.save(tmp_path / "new" / "step.json", result)
+    assert results.load(tmp_path / "new" / "step.json") == result
+    entry = json.loads((tmp_path / "new" / "step.json").read_text())
+    assert entry["counts"] == {"generate": True, "vLLM": None}
+
+
+def test_new_cases_take_the_place_of_old_ones(results: ModuleType) -> None:
+    first, second = (results.Case(name, results.Work("tiny"), "bf16-true") for name in ("first", "second"))
+    new = results.Case("first", results.Work("0.5B"), "bf16-true")
+    third = results.Case("third", results.Work("tiny"), "bf16-true")
+    assert results.Result([first, second]).with_cases([third, new]).cases == [new, second, third]
+
+
+def test_the_page_is_that_of_the_kept_result(benchmark: ModuleType) -> None:
+    assert benchmark.PAGE.exists() == benchmark.RESULTS.exists()
+    if benchmark.RESULTS.exists():
+        assert benchmark.PAGE.read_text() == benchmark.page(benchmark.load(benchmark.RESULTS))
+
+
+# ---- running the sides -----------------------------------------------------------------------------------------------
+
+
+def installed(*names: str) -> Any:
+    return lambda name: object() if name in names else None
+
+
+def test_the_best_micro_batch_is_measured_in_full(
+    benchmark: ModuleType, results: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, path = [], tmp_path / "step.json"
+    seconds = {("step_ours.py", 4096): 1.0, ("step_trl.py", 8): 3.0, ("step_trl.py", 16): 2.0}
+
+    def run_side(script: str, case: Any, micro_batch: int, words: list[str]) -> Any:
+        engine = words[words.index("--engine") + 1] if "--engine" in words else ""
+        runs.append((script, micro_batch, engine, words[words.index("--steps") + 1], "--profile" in words))
+        return make_side(results, seconds[script, micro_batch])
+
+    monkeypatch.setattr(benchmark, "run_side", run_side)
+    monkeypatch.setattr(benchmark, "find_spec", installed("trl", "vllm"))
+    words = ["--only", "tiny", "--output", str(path), "--micro-batch-tokens", "4096", "--steps", "4"]
+    benchmark.main([*words, "--micro-batches", "8", "16", "32"])
+    assert runs == [
+        ("step_ours.py", 4096, "", "4", True),
+        ("step_trl.py", 8, "generate", "1", False),  # 32 does not divide the 16 rows
+        ("step_trl.py", 16, "generate", "1", False),
+        ("step_trl.py", 16, "generate", "4", True),
+        ("step_trl.py", 16, "vLLM", "4", True),
+    ]
+    case = benchmark.load(path).cases[0]
+    assert case.sweep == {"8": 3.0, "16": 2.0}
+    assert [side.seconds for side in (case.ours, case.trl["generate"], case.trl["vLLM"])] == [1.0, 2.0, 2.0]
+    runs.clear()
+    benchmark.main([*words, "--micro-batches", "16"])
+    assert [run[:3] for run in runs[1:]] == [("step_trl.py", 16, "generate"), ("step_trl.py", 16, "vLLM")]
+    with pytest.raises(ValueError, match=r"tiny: none of --micro-batches \[32\] divides its 16 rows"):
+        benchmark.main([*words, "--micro-batches", "32"])
+
+
+def test_columns_of_missing_libraries_stay_empty(
+    benchmark: ModuleType, results: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benchmark, "run_side", lambda *_: make_side(results, 1.0))
+    monkeypatch.setattr(benchmark, "find_spec", installed())
+    benchmark.main(["--only", "tiny", "--output", str(tmp_path / "step.json")])
+    case = benchmark.load(tmp_path / "step.json").cases[0]
+    assert case.ours.steps
+    problems = {engine: (side.steps, side.problem) for engine, side in case.trl.items()}
+    assert problems == {
+        "generate": ([], "trl is not installed"),
+        "vLLM": ([], "trl and vllm is not installed"),
+    }
+
+
+def test_a_failed_process_leaves_what_it_measured(
+    benchmark: ModuleType, results: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(command: list[str], **options: Any) -> Any:
+        assert json.loads(command[command.index("--work") + 1])["shape"] == "tiny"
+        if "--profile" in command:
+            output = Path(command[command.index("--output") + 1])
+            output.write_text(json.dumps(results.asdict(make_side(results, 2.0))))
+        if "--late" in command:
+            raise subprocess.TimeoutExpired(command, options["timeout"])
+        return SimpleNamespace(returncode=-9)
+
+    monkeypatch.setattr(benchmark.subprocess, "run", run)
+    case = benchmark.CASES["tiny"]
+    side = benchmark.run_side("step_trl.py", case, 16, ["--profile"])
+    assert (side.seconds, side.problem) == (2.0, "its process ended with status -9")
+    side = benchmark.run_side("step_trl.py", case, 16, ["--late"])
+    assert (side.steps, side.problem) == ([], "its process took longer than 420 s")
+
+
+def test_our_side_is_measured_on_a_cpu(benchmark: ModuleType, results: ModuleType, tmp_path: Path) -> None:
+    path, work = tmp_path / "side.json", benchmark.CASES["tiny-drawn"].work
+    words = ["--precision", "bf16-true", "--micro-batch", "4096", "--steps", "2", "--output", str(path)]
+    import_module("step_ours").main(["--work", json.dumps(results.asdict(work)), *words])
+    side = results.load_side(path)
+    assert len(side.steps) == 2
+    for step in side.steps:
+        assert step.tokens == 16 * 12 + sum(work.lengths())  # 16 rows with a prompt of 12 tokens
+        assert sum(step.phases.values()) == pytest.approx(step.seconds)
+        assert min(step.phases[name] for name in ("generation", "reference", "reward", "update")) > 0
+    # 2 layers of q (64 x 64), k, v (64 x 32), o (64 x 64) and three of 64 x 128; the head has 512 x 64
+    matrices = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) + 512 * 64
+    lengths = [12 + length for length in work.lengths()]
+    attention = 2 * 64 * sum(length**2 for length in lengths)
+    assert side.update_flops == 3 * (2 * matrices * sum(lengths) + 2 * attention)
+
+
+# ---- clocks and lengths ----------------------------------------------------------------------------------------------
+
+
+def test_busy_is_what_spans_cover(common: ModuleType) -> None:
+    # 0-4 and 2-6 cover 6, 3-5 lies within, 8-10 covers 2 more: 8 of 16
+    assert common.busy_share([(8, 10), (0, 4), (2, 6), (3, 5)], 16.0) == 0.5
+    assert common.busy_share([], 16.0) is None
+
+
+def test_copies_and_annotations_are_no_kernels(common: ModuleType) -> None:
+    def event(name: str, kind: str = "CUDA", annotation: bool = False) -> Any:
+        device = getattr(torch.autograd.DeviceType, kind)
+        functions = {"name": name, "device_type": device, "is_user_annotation": annotation}
+        functions |= {"start_ns": 10, "duration_ns": 5}
+        return SimpleNamespace(**{key: lambda value=value: value for key, value in functions.items()})
+
+    events = [event("gemm"), event("Memcpy DtoD"), event("Memset"), event("launch", "CPU"), event("step", "CUDA", True)]
+    kineto = SimpleNamespace(events=lambda: events)
+    profiler = SimpleNamespace(profiler=SimpleNamespace(kineto_results=kineto))
+    assert list(common._kernels(profiler)) == [(10, 15)]
+
+
+def test_a_step_with_other_lengths_is_refused(common: ModuleType, results: ModuleType) -> None:
+    work = results.Work("tiny", 2, 3, 5, 17)
+    common.check_tokens(work, 2 * 3 * (5 + 17))
+    with pytest.raises(RuntimeError, match="had 131 tokens of prompts and responses, it should have 132"):
+        common.check_tokens(work, 131)
+
+
+def test_an_end_token_is_forced_at_the_length(trl_side: ModuleType) -> None:
+    forced = trl_side.ForcedLengths([1, 3], eos=2, prompt_tokens=4)
+    ends = [forced(torch.zeros(2, 4 + produced), torch.zeros(2, 3))[:, 2].tolist() for produced in range(3)]
+    never = -torch.inf
+    assert ends == [[1e4, never], [1e4, never], [1e4, 1e4]]
+
+
+class StandIn:
+    """A trainer with the methods of TRL's, whose parts take known seconds."""
+
+    use_vllm = True
+    ref_model = "reference"
+
+    def __init__(self, wait: Any) -> None:
+        self.wait = wait
+        self.vllm_generation = SimpleNamespace(sync_weights=lambda: wait(2))
+
+    def add_callback(self, callback: Any) -> None:
+        self.callback = callback
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]]) -> Any:
+        self.vllm_generation.sync_weights()
+        self.wait(10)
+        return [[7, 7], [7]], None
+
+    def _get_per_token_logps_and_entropies(self, model: Any) -> None:
+        self.wait({"policy": 3, "reference": 4}[model])
+
+    def _calculate_rewards(self) -> None:
+        self.wait(5)
+
+    def _generate_and_score_completions(self) -> None:
+        self.wait(1)
+        self._generate_single_turn([[1], [1, 1]])
+        with torch.no_grad():
+            self._get_per_token_logps_and_entropies("policy")
+            self._get_per_token_logps_and_entropies("reference")
+        self._calculate_rewards()
+
+    def training_step(self) -> None:
+        self._generate_and_score_completions()
+        self._get_per_token_logps_and_entropies("policy")
+        self.wait(20)
+
+
+def test_each_second_of_trl_is_in_one_phase(trl_side: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def wait(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(trl_side.Phases, "_now", staticmethod(lambda: clock[0]))
+    trainer, ended = StandIn(wait), []
+    meter = SimpleNamespace(end_step=lambda *figures: ended.append(figures))
+    monkeypatch.setattr(trl_side, "check_tokens", lambda *_: None)
+    monkeypatch.setattr(trl_side.UpdateCost, "of", lambda model: None)
+    trl_side.watch(trainer, SimpleNamespace(), meter)
+    trainer.training_step()
+    trainer.callback.on_pre_optimizer_step()
+    wait(6)
+    trainer.callback.on_optimizer_step()
+    trainer.callback.on_step_end(model=None)
+    # the update: 20 s, 3 s of the policy with gradients, and 6 s of the optimizer
+    phases = {"generation": 10, "weights": 2, "old log-probs": 3, "reference": 4, "reward": 5, "other": 1, "update": 29}
+    # sequences of 1 + 2 and 2 + 1 tokens
+    assert ended == [(6, phases, 0.0)]
