@@ -182,12 +182,13 @@ def page(result: Result) -> str:
 
 def _method() -> list[str]:
     return [
-        "One step of GRPO: rollout, rewards, reference, one update. Shapes of Qwen2.5 with random weights, both sides "
-        "with fused AdamW, a KL coefficient of 0.04 in the loss, no activation checkpointing, and new "
-        "prompts in each step. No end token can be sampled, so that every response has its exact length. Each side "
-        "runs in a process of its own, all in one run. Medians of several steps after a warm-up. TRL takes the "
-        "best of its micro-batches, by one step of each with `generate`, and the same one with vLLM, which runs colocated with TRL's own options: "
-        "30% of the GPU for vLLM, and a pass for old log-probs to correct by, which is not needed with `generate`.",
+        "One step of GRPO: rollout, rewards, reference, one update. Shapes of Qwen2.5 with random weights, both "
+        "sides with fused AdamW, a KL coefficient of 0.04 in the loss, no activation checkpointing, and new prompts "
+        "in each step. No end token can be sampled, so that every response has its exact length. Each side runs in a"
+        " process of its own, all in one run. Medians of several steps after a warm-up. TRL takes the best of its "
+        "micro-batches by one step of each with `generate`, and the same one with vLLM, which runs colocated with "
+        "TRL's own options: 30% of the GPU for vLLM, and a pass for old log-probs to correct by, which is not needed"
+        " with `generate`.",
         "",
         "In `bf16-true` both sides hold parameters and optimizer states in bf16. In `bf16-mixed` both hold them in "
         "fp32: ours computes with bf16 copies, TRL under autocast to bf16, and vLLM generates in bf16.",
