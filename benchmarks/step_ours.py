@@ -40,25 +40,19 @@ from lightning_verl.callbacks.throughput import UpdateCost
 from lightning_verl.rollout.base import RolloutEngine
 
 
-class MeasuredActor(Actor):
-    """With fused AdamW, and with a length for each response where lengths are drawn."""
+class FixedLengthsActor(Actor):
+    """An actor with a length for each response."""
 
     lengths: Sequence[int] = ()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW as the role has it, in one kernel."""
-        return torch.optim.AdamW(
-            self.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay, betas=self.betas, fused=True
-        )
-
     @property
     def engine(self) -> RolloutEngine:
-        """The engine."""
-        if self._engine is None and self.lengths:
+        """The native engine with these lengths."""
+        if self._engine is None:
             engine = FixedLengths(self._generator[0], pad_token_id=0, eos_token_ids=())
             engine.lengths = self.lengths
             self._engine = engine
-        return super().engine
+        return self._engine
 
 
 class Recorder:
@@ -109,10 +103,10 @@ def measure(options: argparse.Namespace) -> None:
     config, tokenizer = model_config(work), word_tokenizer(work, eos=SHAPES[work.shape][5])
     with fabric.device:
         fabric.seed_everything(0, verbose=False)
-        actor = MeasuredActor(config, tokenizer=tokenizer, learning_rate=LEARNING_RATE)
+        actor = (FixedLengthsActor if work.drawn else Actor)(config, tokenizer=tokenizer, learning_rate=LEARNING_RATE)
         fabric.seed_everything(0, verbose=False)
         reference = Reference(config)
-    if work.drawn:
+    if isinstance(actor, FixedLengthsActor):
         actor.lengths = work.lengths()
     flow = HybridDataFlow(
         actor=actor,

@@ -247,6 +247,34 @@ def test_copies_and_annotations_are_no_kernels(common: ModuleType) -> None:
     assert list(common._kernels(profiler)) == [(10, 15)]
 
 
+def test_the_last_step_is_profiled_on_a_gpu(
+    common: ModuleType, results: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, calls, path = [0.0], [], tmp_path / "side.json"
+    monkeypatch.setattr(common.time, "perf_counter", lambda: clock[0])
+    cuda = SimpleNamespace(is_available=lambda: True, synchronize=lambda: None, max_memory_allocated=lambda: 3 * GIB)
+    cuda.reset_peak_memory_stats = lambda: calls.append("reset")
+    monkeypatch.setattr(common.torch, "cuda", cuda)
+    profiler = SimpleNamespace(start=lambda: calls.append("start"), stop=lambda: calls.append("stop"))
+    monkeypatch.setattr(common.torch.profiler, "profile", lambda activities: profiler)
+    monkeypatch.setattr(common, "_kernels", lambda given: [(0, 10**9)] if given is profiler else [])
+    meter = common.StepMeter(results.Side(16, device="GPU"), path, warmup=1, steps=2, profile=True)
+    assert meter.total == 4
+    meter.begin()
+    for number, (seconds, peaks) in enumerate([(9.0, []), (3.0, [5 * GIB]), (2.0, []), (4.0, [])]):
+        assert path.exists() == (number == 3)  # what stands is kept before the profiler runs
+        clock[0] += seconds
+        meter.end_step(100 + number, {"generation": 1.5}, 7.0, peaks)
+    assert calls == ["reset", "reset", "reset", "start", "reset", "stop", "reset"]
+    side = results.load_side(path)
+    assert [(step.seconds, step.tokens, step.peak_bytes) for step in side.steps] == [
+        (3.0, 101, 5 * GIB),
+        (2.0, 102, 3 * GIB),
+    ]
+    assert [step.phases["other"] for step in side.steps] == [1.5, 0.5]
+    assert (side.busy, side.update_flops) == (0.25, 7.0)  # a kernel of 1 s in a step of 4 s
+
+
 def test_a_step_with_other_lengths_is_refused(common: ModuleType, results: ModuleType) -> None:
     work = results.Work("tiny", 2, 3, 5, 17)
     common.check_tokens(work, 2 * 3 * (5 + 17))
@@ -259,6 +287,21 @@ def test_an_end_token_is_forced_at_the_length(trl_side: ModuleType) -> None:
     ends = [forced(torch.zeros(2, 4 + produced), torch.zeros(2, 3))[:, 2].tolist() for produced in range(3)]
     never = -torch.inf
     assert ends == [[1e4, never], [1e4, never], [1e4, 1e4]]
+
+
+def test_each_response_has_a_limit_of_its_own_with_vllm(trl_side: ModuleType, results: ModuleType) -> None:
+    given, work = [], results.Work("tiny", 2, 2, 4, 32, drawn=True)
+
+    def generate(prompts: list[int], sampling_params: Any, use_tqdm: bool) -> str:
+        given.append((prompts, [parameters.max_tokens for parameters in sampling_params], use_tqdm))
+        return "answers"
+
+    llm = SimpleNamespace(generate=generate)
+    trainer = SimpleNamespace(use_vllm=True, vllm_generation=SimpleNamespace(llm=llm))
+    trl_side.draw_lengths(trainer, work)
+    parameters = SimpleNamespace(max_tokens=32, clone=lambda: SimpleNamespace(max_tokens=32))
+    assert llm.generate([1, 1, 2, 2], sampling_params=parameters, use_tqdm=False) == "answers"
+    assert given == [([1, 1, 2, 2], work.lengths(), False)]
 
 
 class StandIn:
