@@ -1,5 +1,7 @@
 """Measures one step of GRPO: lightning_verl and TRL's GRPOTrainer, on the same work in one run, on one GPU.
 
+One step of PPO too (``--only ppo``), of lightning_verl alone.
+
     python benchmarks/step.py --output docs/benchmarks/step.json
     python benchmarks/step.py --only 1.5B --micro-batches 16
     python benchmarks/step.py --table-only
@@ -40,11 +42,13 @@ CASES = {
         Case("0.5B", Work("0.5B"), "bf16-true"),
         Case("drawn", Work("1.5B", new_tokens=1024, drawn=True), "bf16-true"),
         Case("mixed", Work("1.5B"), "bf16-mixed"),
+        Case("ppo", Work("1.5B"), "bf16-true", "ppo"),
         Case("tiny", Work("tiny", 4, 4, 12, 16), "bf16-true"),
         Case("tiny-drawn", Work("tiny", 4, 4, 12, 32, drawn=True), "bf16-mixed"),
+        Case("tiny-ppo", Work("tiny", 4, 4, 12, 16), "bf16-true", "ppo"),
     )
 }
-DEFAULT_CASES = ("1.5B", "0.5B", "drawn", "mixed")
+DEFAULT_CASES = ("1.5B", "0.5B", "drawn", "mixed", "ppo")
 WARMUP = 2
 """Steps of lightning_verl that do not count: it compiles kernels in the first, and settles memory in the second."""
 TRL_WARMUP = 1
@@ -89,7 +93,7 @@ def run_side(script: str, case: Case, micro_batch: int, words: Sequence[str]) ->
 
 def run_ours(case: Case, options: argparse.Namespace) -> Side:
     """lightning_verl."""
-    words = ["--warmup", str(WARMUP), "--steps", str(options.steps), "--profile"]
+    words = ["--algorithm", case.algorithm, "--warmup", str(WARMUP), "--steps", str(options.steps), "--profile"]
     return run_side("step_ours.py", case, options.micro_batch_tokens, words)
 
 
@@ -146,6 +150,8 @@ def measure_case(case: Case, options: argparse.Namespace, keep: Callable[[Case],
 
     case = replace(case, ours=run_ours(case, options))
     report("lightning_verl", case.ours or Side(0))
+    if case.algorithm != "grpo":
+        return
     missing = [name for name in ("trl", "vllm") if find_spec(name) is None]
     with tempfile.TemporaryDirectory() as folder:
         trl, size = TRLSide(case, options, folder), options.micro_batches[0]

@@ -26,11 +26,14 @@ from step_common import (
 import lightning_verl
 from lightning_verl import (
     GRPO,
+    PPO,
     Actor,
     AsyncRolloutDataset,
+    Critic,
     HybridDataFlow,
     HybridStrategy,
     Reference,
+    Reward,
     RewardFunction,
     RLTrainer,
     SamplingParams,
@@ -58,8 +61,10 @@ class FixedLengthsActor(Actor):
 class Recorder:
     """Hands what ``Throughput`` measured to the meter; it stands behind it in the list of callbacks."""
 
-    def __init__(self, work: Work, meter: StepMeter) -> None:
+    def __init__(self, work: Work, meter: StepMeter, algorithm: str) -> None:
         self._work, self._meter = work, meter
+        # With one update a rollout GRPO needs no pass for old log-probs: the reference is all there is.
+        self._scoring = "reference" if algorithm == "grpo" else "scoring"
         self._lengths = torch.zeros(0)
 
     def on_run_start(self) -> None:
@@ -79,7 +84,8 @@ class Recorder:
             "generation": metrics["time/rollout"] - weights,
             "weights": weights,
             "reward": metrics["time/reward"],
-            "reference": metrics["time/scoring"],  # with one update a rollout there is no pass for old log-probs
+            self._scoring: metrics["time/scoring"],
+            "critic update": metrics.get("time/critic_update", 0.0),
             "update": metrics["time/actor_update"],
         }
         peaks = [int(value * 2**30) for name, value in metrics.items() if name.startswith("memory/")]
@@ -97,7 +103,7 @@ def measure(options: argparse.Namespace) -> None:
         devices=1,
         strategy=HybridStrategy(),
         precision=options.precision,
-        callbacks=[Throughput(), Recorder(work, meter)],
+        callbacks=[Throughput(), Recorder(work, meter, options.algorithm)],
     )
     fabric.launch()
     config, tokenizer = model_config(work), word_tokenizer(work, eos=SHAPES[work.shape][5])
@@ -106,11 +112,15 @@ def measure(options: argparse.Namespace) -> None:
         actor = (FixedLengthsActor if work.drawn else Actor)(config, tokenizer=tokenizer, learning_rate=LEARNING_RATE)
         fabric.seed_everything(0, verbose=False)
         reference = Reference(config)
+        with_models = options.algorithm == "ppo"
+        critic = Critic(config, learning_rate=LEARNING_RATE) if with_models else None
+        reward = Reward(config) if with_models else RewardFunction(score)
     if isinstance(actor, FixedLengthsActor):
         actor.lengths = work.lengths()
     flow = HybridDataFlow(
         actor=actor,
-        reward=RewardFunction(score),
+        critic=critic,
+        reward=reward,
         reference=reference,
         max_tokens_per_micro_batch=options.micro_batch,
     )
@@ -118,7 +128,7 @@ def measure(options: argparse.Namespace) -> None:
     trainer = RLTrainer(
         fabric,
         flow,
-        GRPO(kl=KL),
+        PPO(kl=KL) if with_models else GRPO(kl=KL),
         AsyncRolloutDataset(rows, tokenizer=tokenizer, shuffle=False),
         rollout_batch_size=work.prompts,
         samples_per_prompt=work.n,
@@ -129,7 +139,11 @@ def measure(options: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write the side as JSON."""
-    measure(side_parser(__doc__).parse_args(arguments))
+    parser = side_parser(__doc__)
+    parser.add_argument(
+        "--algorithm", choices=("grpo", "ppo"), default="grpo", help="ppo has a critic and a reward model"
+    )
+    measure(parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,19 @@ from rollout_results import Work
 
 COMMAND = "python benchmarks/step.py --output docs/benchmarks/step.json"
 
-PHASES = ("generation", "old log-probs", "reference", "reward", "update", "weights", "other")
-"""Parts of a step; "weights" is what brings them to where they generate, "other" is all the rest."""
+PHASES = (
+    "generation",
+    "old log-probs",
+    "reference",
+    "scoring",
+    "reward",
+    "critic update",
+    "update",
+    "weights",
+    "other",
+)
+"""Parts of a step. "scoring" is old log-probs, reference and values in one, where they are not told apart; "weights" is
+what brings them to where they generate; "other" is all the rest."""
 
 PEAK_FLOPS = 989e12
 """Dense bf16 FLOP/s of an H200 (SXM)."""
@@ -92,6 +103,8 @@ class Case:
     work: Work
     precision: str
     """Ours; TRL holds its parameters in bf16 with "bf16-true" and in fp32 with "bf16-mixed", with autocast to bf16."""
+    algorithm: str = "grpo"
+    """Or "ppo", which ours alone is measured with."""
     ours: Side | None = None
     trl: dict[str, Side] = field(default_factory=dict)
     """By engine, "generate" and "vLLM", with the best micro-batch."""
@@ -172,6 +185,7 @@ def page(result: Result) -> str:
         f"`{COMMAND}`. {result.note}".rstrip(),
         "",
         *_method(),
+        *_about_ppo(result.cases),
         *_verdicts(result),
         *_goals(result.cases),
         *_columns(result.cases),
@@ -196,6 +210,17 @@ def _method() -> list[str]:
         "Lengths that are drawn are the same on all sides, for each sample one. In lightning_verl and in vLLM they are "
         "the limits of the single samples. With `generate`, a logits processor forces the end token at the drawn "
         "length and forbids it before: it samples until the longest response ends, as it does with any end token.",
+        "",
+    ]
+
+
+def _about_ppo(cases: list[Case]) -> list[str]:
+    """Only where it was measured."""
+    if not any(case.algorithm == "ppo" for case in cases):
+        return []
+    return [
+        "PPO is measured for lightning_verl alone: actor, critic, reference and a reward model of the same shape, all "
+        "on the GPU, with the KL penalty in the reward. The update MFU is the actor's.",
         "",
     ]
 
@@ -240,30 +265,33 @@ def _goals(cases: list[Case]) -> list[str]:
 def _columns(cases: list[Case]) -> list[str]:
     lines = []
     for case in cases:
+        measured = {name: side for name, side in _sides(case).items() if side.steps}
+        shown = [phase for phase in PHASES if any(side.phase(phase) for side in measured.values())]
         lines += [
             f"## {_title(case)}",
             "",
-            "| | seconds a step | " + " | ".join(PHASES) + " | tokens a second | peak | update MFU | GPU busy |",
-            "|---" * (len(PHASES) + 6) + "|",
+            "| "
+            + " | ".join(["", "seconds a step", *shown, "tokens a second", "peak", "update MFU", "GPU busy"])
+            + " |",
+            "|---" * (len(shown) + 6) + "|",
         ]
-        for name, side in _sides(case).items():
-            if side.steps:
-                phases = " | ".join(f"{side.phase(phase):.2f}" for phase in PHASES)
-                lines.append(
-                    f"| {name} | {side.seconds:.2f} | {phases} | {side.tokens_per_second:,.0f} | "
-                    f"{_gigabytes(side.peak_bytes)} | {_number(side.mfu)} | {_share(side.busy)} |"
-                )
+        for name, side in measured.items():
+            phases = " | ".join(f"{side.phase(phase):.2f}" for phase in shown)
+            lines.append(
+                f"| {name} | {side.seconds:.2f} | {phases} | {side.tokens_per_second:,.0f} | "
+                f"{_gigabytes(side.peak_bytes)} | {_number(side.mfu)} | {_share(side.busy)} |"
+            )
         lines.append("")
         if case.sweep:
             tried = ", ".join(f"{rows}: {_seconds(seconds)}" for rows, seconds in case.sweep.items())
             lines += [f"TRL with `generate`, one step by rows of a micro-batch: {tried}.", ""]
     return [
         *lines,
-        "Seconds by phase; tokens are those of prompts and responses of all samples; the peak is what PyTorch had "
-        "allocated, vLLM's cache included. Update MFU: 3 x the FLOPs of a forward pass over the real tokens, neither "
-        "padding nor recomputation, over the seconds of the update and 989 TFLOP/s. Busy: time with a kernel running "
-        "in one step under the profiler, over the time of that step. Old log-probs of lightning_verl are those of the "
-        "update itself, where one update follows one rollout.",
+        "Seconds by phase, those that no side has left out; tokens are those of prompts and responses of all "
+        "samples; the peak is what PyTorch had allocated, vLLM's cache included. Update MFU: 3 x the FLOPs of a "
+        "forward pass over the real tokens, neither padding nor recomputation, over the seconds of the update and "
+        "989 TFLOP/s. Busy: time with a kernel running in one step under the profiler, over the time of that step. "
+        "Old log-probs of lightning_verl are those of the update itself, where one update follows one rollout.",
         "",
     ]
 
@@ -284,7 +312,7 @@ def _sides(case: Case) -> dict[str, Side]:
 
 
 def _title(case: Case) -> str:
-    return f"{case.work.name}, {case.precision}"
+    return ("PPO, " if case.algorithm == "ppo" else "") + f"{case.work.name}, {case.precision}"
 
 
 def _spelled(engine: str) -> str:

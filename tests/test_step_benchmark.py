@@ -77,19 +77,19 @@ def test_a_run_counts_where_trl_is_as_fast_as_known(
     benchmark: ModuleType, results: ModuleType, engine: str, seconds: float, counts: bool
 ) -> None:
     side = make_side(results, seconds)
-    case = results.Case("1.5B", results.Work("1.5B"), "bf16-true", None, {engine: side})
+    case = results.Case("1.5B", results.Work("1.5B"), "bf16-true", trl={engine: side})
     assert results.Result([case]).counts()[engine] is counts
-    other = results.Case("0.5B", results.Work("0.5B"), "bf16-true", None, {engine: side})
+    other = results.Case("0.5B", results.Work("0.5B"), "bf16-true", trl={engine: side})
     assert other.counts(engine) is None
     assert results.Result([other]).counts() == {"generate": None, "vLLM": None}
-    unmeasured = results.Case("1.5B", results.Work("1.5B"), "bf16-true", None, {engine: results.Side(16)})
+    unmeasured = results.Case("1.5B", results.Work("1.5B"), "bf16-true", trl={engine: results.Side(16)})
     assert unmeasured.counts(engine) is None
 
 
 def make_case(results: ModuleType) -> Any:
     ours = make_side(results, 2.0, update=0.4, busy=0.9)
     trl = {"generate": make_side(results, 9.0), "vLLM": results.Side(16, problem="vllm is not installed")}
-    return results.Case("1.5B", results.Work("1.5B"), "bf16-true", ours, trl, {"16": 9.1, "32": None})
+    return results.Case("1.5B", results.Work("1.5B"), "bf16-true", "grpo", ours, trl, {"16": 9.1, "32": None})
 
 
 def test_the_page_shows_ratios_goals_and_what_is_missing(results: ModuleType) -> None:
@@ -100,17 +100,26 @@ def test_the_page_shows_ratios_goals_and_what_is_missing(results: ModuleType) ->
         f"| {title} | `generate` | 4.50x (at least 3.0x) | 1.00x (at most 0.75x) | 2.50x, 0.25 (at least 0.5) | 0.40x "
         "| 1.80x |\n"
     ) in text
-    assert (
-        "| lightning_verl | 2.00 | 1.60 | 0.00 | 0.00 | 0.00 | 0.40 | 0.00 | 0.00 | 600 | 3.2 GB | 0.25 | 90% |" in text
-    )
+    # 2 s, of them 1.6 s of generation and 0.4 s of the update; 1200 tokens / 2 s; 3 x 2**30 bytes
+    assert "|  | seconds a step | generation | update | tokens a second | peak | update MFU | GPU busy |\n" in text
+    assert "| lightning_verl | 2.00 | 1.60 | 0.40 | 600 | 3.2 GB | 0.25 | 90% |\n" in text
     assert "| TRL, `generate`, 16 rows | 9.00 | 8.00 |" in text
     assert "here it took 9.00 s, so the run counts (within 10%)" in text
     assert "TRL with vLLM is known to take 7.41 s a step at 1.5B; it was not measured in this run." in text
     assert "one step by rows of a micro-batch: 16: 9.10 s, 32: failed." in text
     assert f"- {title}, TRL, vLLM, 16 rows: vllm is not installed\n" in text
     assert "step.json`. A note.\n" in text
-    slower = results.Case("1.5B", results.Work("1.5B"), "bf16-true", None, {"generate": make_side(results, 12.0)})
+    slower = results.Case("1.5B", results.Work("1.5B"), "bf16-true", trl={"generate": make_side(results, 12.0)})
     assert "so the run does **not** count" in results.page(results.Result([slower]))
+
+
+def test_ppo_stands_alone_on_the_page(results: ModuleType) -> None:
+    case = results.Case("ppo", results.Work("1.5B"), "bf16-true", "ppo", make_side(results, 4.0))
+    text = results.page(results.Result([case]))
+    assert "## PPO, 1.5B, 32 x 8, 128 + 256 tokens, bf16-true\n" in text
+    assert "PPO is measured for lightning_verl alone" in text
+    assert "| PPO, 1.5B, 32 x 8, 128 + 256 tokens, bf16-true | " not in text
+    assert "Not measured" not in text
 
 
 def test_results_are_kept_as_they_are_and_say_whether_they_count(results: ModuleType, tmp_path: Path) -> None:
@@ -223,6 +232,31 @@ def test_our_side_is_measured_on_a_cpu(benchmark: ModuleType, results: ModuleTyp
     lengths = [12 + length for length in work.lengths()]
     attention = 2 * 64 * sum(length**2 for length in lengths)
     assert side.update_flops == 3 * (2 * matrices * sum(lengths) + 2 * attention)
+
+
+def test_ppo_of_ours_is_measured_on_a_cpu(benchmark: ModuleType, results: ModuleType, tmp_path: Path) -> None:
+    path, work = tmp_path / "side.json", json.dumps(results.asdict(benchmark.CASES["tiny-ppo"].work))
+    words = ["--work", work, "--precision", "bf16-true", "--micro-batch", "4096", "--algorithm", "ppo"]
+    import_module("step_ours").main([*words, "--steps", "1", "--output", str(path)])
+    (step,) = results.load_side(path).steps
+    assert min(step.phases[name] for name in ("generation", "scoring", "reward", "critic update", "update")) > 0
+    assert step.phases["reference"] == 0
+
+
+def test_what_throughput_measured_becomes_phases(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, ended = import_module("step_ours"), []
+    monkeypatch.setattr(ours, "check_tokens", lambda *_: None)
+    monkeypatch.setattr(ours.UpdateCost, "of", lambda model: SimpleNamespace(flops=lambda lengths: lengths.sum()))
+    meter = SimpleNamespace(end_step=lambda *figures: ended.append(figures))
+    recorder = ours.Recorder(SimpleNamespace(), meter, "grpo")
+    recorder.on_rollout_end(SimpleNamespace(lengths=torch.tensor([3, 4])))
+    seconds = {"time/rollout": 5.0, "time/reshard": 1.0, "time/reward": 2.0, "time/scoring": 3.0}
+    tokens = {"rollout/prompt_tokens": 4.0, "rollout/response_tokens": 3.0}
+    peaks = {"memory/rollout_gib": 2.0, "memory/actor_update_gib": 3.0}
+    trainer = SimpleNamespace(dataflow=SimpleNamespace(modules={"actor": SimpleNamespace(model=None)}))
+    recorder.on_step_end(trainer, {**seconds, "time/actor_update": 6.0, **tokens, **peaks})
+    phases = {"generation": 4.0, "weights": 1.0, "reward": 2.0, "reference": 3.0, "critic update": 0.0, "update": 6.0}
+    assert ended == [(7, phases, 7.0, [2 * GIB, 3 * GIB])]
 
 
 # ---- clocks and lengths ----------------------------------------------------------------------------------------------
