@@ -156,9 +156,9 @@ def measure_case(case: Case, options: argparse.Namespace, keep: Callable[[Case],
     with tempfile.TemporaryDirectory() as folder:
         trl, size = TRLSide(case, options, folder), options.micro_batches[0]
         for engine, needs in (("generate", ["trl"]), ("vLLM", ["trl", "vllm"])):
-            lacking = " and ".join(name for name in needs if name in missing)
+            lacking = ", ".join(name for name in needs if name in missing)
             if lacking:
-                side = Side(size, problem=f"{lacking} is not installed")
+                side = Side(size, problem=f"not installed: {lacking}")
             else:
                 if engine == "generate":
                     case = replace(case, sweep=trl.sweep())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -121,6 +122,7 @@ class StepMeter:
         known = {phase: phases.get(phase, 0.0) for phase in PHASES if phase != "other"}
         step = Step(seconds, {**known, "other": seconds - sum(known.values())}, tokens, peak)
         self._done += 1
+        print(f"step {self._done} of {self.total}: {seconds:.2f} s", file=sys.stderr, flush=True)
         if self._profiler is not None:
             self._profiler.stop()
             self.side = replace(self.side, busy=busy_share(_kernels(self._profiler), seconds * 1e9))

@@ -253,10 +253,11 @@ def _goals(cases: list[Case]) -> list[str]:
             own = case.ours
             goals = [f" (at least {TOKENS_GOAL[engine]}x)", f" (at most {PEAK_GOAL}x)", f" (at least {MFU_GOAL})"]
             tokens, peak, mfu = goals if case.name == REFERENCE_CASE else ["", "", ""]
+            used = "" if own.mfu is None else f"{_ratio(own.mfu, other.mfu)}, {own.mfu:.2f}{mfu}"
             lines.append(
                 f"| {_title(case)} | {_spelled(engine)} | {_ratio(own.tokens_per_second, other.tokens_per_second)}"
-                f"{tokens} | {_ratio(own.peak_bytes, other.peak_bytes)}{peak} | {_ratio(own.mfu, other.mfu)}, "
-                f"{_number(own.mfu)}{mfu} | {_ratio(own.phase('update'), other.phase('update'))} | "
+                f"{tokens} | {_ratio(own.peak_bytes, other.peak_bytes)}{peak} | {used} | "
+                f"{_ratio(own.phase('update'), other.phase('update'))} | "
                 f"{_ratio(own.busy, other.busy)} |"
             )
     return [*lines, ""]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -88,7 +89,7 @@ def test_a_run_counts_where_trl_is_as_fast_as_known(
 
 def make_case(results: ModuleType) -> Any:
     ours = make_side(results, 2.0, update=0.4, busy=0.9)
-    trl = {"generate": make_side(results, 9.0), "vLLM": results.Side(16, problem="vllm is not installed")}
+    trl = {"generate": make_side(results, 9.0), "vLLM": results.Side(16, problem="not installed: vllm")}
     return results.Case("1.5B", results.Work("1.5B"), "bf16-true", "grpo", ours, trl, {"16": 9.1, "32": None})
 
 
@@ -107,8 +108,10 @@ def test_the_page_shows_ratios_goals_and_what_is_missing(results: ModuleType) ->
     assert "here it took 9.00 s, so the run counts (within 10%)" in text
     assert "TRL with vLLM is known to take 7.41 s a step at 1.5B; it was not measured in this run." in text
     assert "one step by rows of a micro-batch: 16: 9.10 s, 32: failed." in text
-    assert f"- {title}, TRL, vLLM, 16 rows: vllm is not installed\n" in text
+    assert f"- {title}, TRL, vLLM, 16 rows: not installed: vllm\n" in text
     assert "step.json`. A note.\n" in text
+    no_gpu = replace(make_case(results), ours=make_side(results, 2.0, device="CPU", busy=None))
+    assert "| 4.50x (at least 3.0x) | 1.00x (at most 0.75x) |  | 1.00x |  |\n" in results.page(results.Result([no_gpu]))
     slower = results.Case("1.5B", results.Work("1.5B"), "bf16-true", trl={"generate": make_side(results, 12.0)})
     assert "so the run does **not** count" in results.page(results.Result([slower]))
 
@@ -192,8 +195,8 @@ def test_columns_of_missing_libraries_stay_empty(
     assert case.ours.steps
     problems = {engine: (side.steps, side.problem) for engine, side in case.trl.items()}
     assert problems == {
-        "generate": ([], "trl is not installed"),
-        "vLLM": ([], "trl and vllm is not installed"),
+        "generate": ([], "not installed: trl"),
+        "vLLM": ([], "not installed: trl, vllm"),
     }
 
 
