@@ -71,7 +71,7 @@ def run_side(script: str, case: Case, micro_batch: int, words: Sequence[str]) ->
     Args:
         script: Its file.
         case: What is done.
-        micro_batch: Rows for TRL, positions for lightning_verl.
+        micro_batch: Rows for TRL, tokens for lightning_verl.
         words: More options.
 
     Returns:
@@ -192,7 +192,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--micro-batches", type=int, nargs="+", default=[8, 16, 32], help="rows that TRL takes the best of"
     )
-    parser.add_argument("--micro-batch-tokens", type=int, default=16_384, help="max_tokens_per_micro_batch of ours")
+    parser.add_argument(
+        "--micro-batch-tokens", type=int, default=16_384, help="of ours; fixed, so that the peak means something"
+    )
     parser.add_argument("--note", default="", help="a sentence for the page, on the circumstances of the run")
     return parser
 

@@ -170,7 +170,7 @@ def side_parser(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=json.loads, required=True, help="the fields of ``Work``, as JSON")
     parser.add_argument("--precision", choices=("bf16-true", "bf16-mixed"), required=True, help="ours")
-    parser.add_argument("--micro-batch", type=int, required=True, help="rows for TRL, positions for lightning_verl")
+    parser.add_argument("--micro-batch", type=int, required=True, help="rows for TRL, tokens for lightning_verl")
     parser.add_argument("--warmup", type=int, default=1, help="steps that do not count")
     parser.add_argument("--steps", type=int, default=3, help="steps that do")
     parser.add_argument("--profile", action="store_true", help="one more step, under the profiler")

@@ -59,7 +59,7 @@ class Side:
     """One trainer in one case."""
 
     micro_batch: int
-    """Rows for TRL, positions for lightning_verl."""
+    """Rows for TRL, tokens for lightning_verl."""
     steps: list[Step] = field(default_factory=list)
     update_flops: float = 0.0
     """3 x the forward pass over the real tokens of a step."""
@@ -288,11 +288,12 @@ def _columns(cases: list[Case]) -> list[str]:
             lines += [f"TRL with `generate`, one step by rows of a micro-batch: {tried}.", ""]
     return [
         *lines,
-        "Seconds by phase, those that no side has left out; tokens are those of prompts and responses of all "
-        "samples; the peak is what PyTorch had allocated, vLLM's cache included. Update MFU: 3 x the FLOPs of a "
-        "forward pass over the real tokens, neither padding nor recomputation, over the seconds of the update and "
-        "989 TFLOP/s. Busy: time with a kernel running in one step under the profiler, over the time of that step. "
-        "Old log-probs of lightning_verl are those of the update itself, where one update follows one rollout.",
+        "Tokens and rows are those of a micro-batch. Seconds by phase, those that no side has left out; tokens are "
+        "those of prompts and responses of all samples; the peak is what PyTorch had allocated, vLLM's cache "
+        "included. Update MFU: 3 x the FLOPs of a forward pass over the real tokens, neither padding nor "
+        "recomputation, over the seconds of the update and 989 TFLOP/s. Busy: time with a kernel running in one step"
+        " under the profiler, over the time of that step. Old log-probs of lightning_verl are those of the update "
+        "itself, where one update follows one rollout.",
         "",
     ]
 
@@ -308,7 +309,7 @@ def _problems(cases: list[Case]) -> list[str]:
 
 
 def _sides(case: Case) -> dict[str, Side]:
-    sides = {} if case.ours is None else {"lightning_verl": case.ours}
+    sides = {} if case.ours is None else {f"lightning_verl, {case.ours.micro_batch:,} tokens": case.ours}
     return sides | {f"TRL, {_spelled(engine)}, {side.micro_batch} rows": side for engine, side in case.trl.items()}
 
 

@@ -103,7 +103,7 @@ def test_the_page_shows_ratios_goals_and_what_is_missing(results: ModuleType) ->
     ) in text
     # 2 s, of them 1.6 s of generation and 0.4 s of the update; 1200 tokens / 2 s; 3 x 2**30 bytes
     assert "|  | seconds a step | generation | update | tokens a second | peak | update MFU | GPU busy |\n" in text
-    assert "| lightning_verl | 2.00 | 1.60 | 0.40 | 600 | 3.2 GB | 0.25 | 90% |\n" in text
+    assert "| lightning_verl, 16 tokens | 2.00 | 1.60 | 0.40 | 600 | 3.2 GB | 0.25 | 90% |\n" in text
     assert "| TRL, `generate`, 16 rows | 9.00 | 8.00 |" in text
     assert "here it took 9.00 s, so the run counts (within 10%)" in text
     assert "TRL with vLLM is known to take 7.41 s a step at 1.5B; it was not measured in this run." in text
