@@ -10,9 +10,8 @@ from lightning.fabric import Fabric
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from lightning_verl import GRPO, Actor, HybridDataFlow, HybridStrategy
-from lightning_verl.data.experience import Experience, PromptBatch, RolloutBatch
+from lightning_verl.data.experience import Experience, Figures, PromptBatch, RolloutBatch, Scored
 from lightning_verl.data.packing import RowSize, group_cost
-from lightning_verl.dataflow import _Figures, _Scored
 from lightning_verl.strategies import dispatch
 from lightning_verl.strategies.dispatch import RowExchange, exchange_objects
 from lightning_verl.testing import run_ranks, tiny_model
@@ -68,8 +67,8 @@ def exchange(mesh: Any, config: dict[str, Any], target: str, held: list[list[int
     rows = RowExchange(strategy, [("actor", target)])
     there, receipt = rows.there(make_rollout(own), "actor", target)
     experience, _ = rows.there(make_experience(own), "actor", target)
-    figures = rows.back(_Figures(there.rollout_logprobs), receipt, "actor", target).values
-    scored = rows.back(_Scored(there.lengths.float() / 2, there.truncated), receipt, "actor", target)
+    figures = rows.back(Figures(there.rollout_logprobs), receipt, "actor", target).values
+    scored = rows.back(Scored(there.lengths.float() / 2, there.truncated), receipt, "actor", target)
     prompts = PromptBatch(
         torch.tensor(own, dtype=torch.int64)[:, None].repeat(1, 3),
         torch.tensor(own, dtype=torch.int64),
@@ -153,10 +152,11 @@ ALL_OF_MINIBATCH = [*MINIBATCH[0], *MINIBATCH[1]]
 
 
 def make_minibatch(rows: list[tuple[int, int, int]]) -> Experience:
-    """Tokens and advantages that are the row's own, on whatever rank it is made."""
+    """Prompts that are the group's, tokens and advantages that are the row's own, on whatever rank it is made."""
     groups, prompts, responses = torch.tensor(rows, dtype=torch.int64).unbind(1)
     columns, places = torch.arange(11), torch.arange(5)
-    ids = 3 + (7 * groups[:, None] + 3 * columns + responses[:, None]) % 50
+    own = responses[:, None] * (columns >= prompts[:, None])
+    ids = 3 + (7 * groups[:, None] + 3 * columns + own) % 50
     advantages = torch.sin(1.0 + groups[:, None] + 2 * responses[:, None] + places)
     rollout = RolloutBatch(
         input_ids=ids * (columns < (prompts + responses)[:, None]),
@@ -192,7 +192,8 @@ def train_within(mesh: Any, held: list[list[tuple[int, int, int]]]) -> dict[str,
     plan, planned = flow._plan, []
 
     def note(role: str, rows: Experience) -> Any:
-        planned.append(sorted((size.group, size.prompt, size.response) for size in rows.sizes()))
+        groups = rows.rollout.group_ids.tolist()
+        planned.append(sorted((g, s.prompt, s.response) for g, s in zip(groups, rows.sizes(), strict=True)))
         return plan(role, rows)
 
     flow._plan = note  # type: ignore[method-assign]
