@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ports import free_port
 
 from lightning_verl import GRPO, PPO, SFT, AdaptiveKL, SamplingParams, __version__
 from lightning_verl.cli import main
@@ -54,12 +54,6 @@ def write(folder: Path, **changes: Any) -> str:
     path = folder / "configs" / "run.yaml"
     path.write_text(yaml.safe_dump({**SMALLEST, **changes}))
     return str(path)
-
-
-def free_port() -> int:
-    """A port that nothing listens on right now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def test_version_names_what_it_stands_on(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -43,6 +46,21 @@ def operations_of(role: str, experts: bool = True) -> dict[str, str]:
     if not experts:
         unused |= {"expert", "expert_gather", "expert_reduce"}
     return {operation: axis for operation, axis in OPERATIONS.items() if operation not in unused}
+
+
+@functools.cache
+def leave_groups_at_exit() -> None:
+    """Let a process that ends well leave its process groups first, once for all strategies of the process.
+
+    Left to the interpreter's own end, threads of gloo may outlive what they work on, and the process aborts after its
+    work is done. One that ends with an error leaves nothing: it could wait for ranks that wait for it.
+    """
+    atexit.register(_leave_groups)
+
+
+def _leave_groups() -> None:
+    if dist.is_initialized() and getattr(sys, "last_value", None) is None:
+        dist.destroy_process_group()
 
 
 class NCCLGroupManager:

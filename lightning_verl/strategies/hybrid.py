@@ -32,7 +32,7 @@ from lightning_verl.resharding.layouts import mesh_of
 from lightning_verl.strategies import checkpoint
 from lightning_verl.strategies.clipping import clip_by_true_norm
 from lightning_verl.strategies.experts import expert_axes
-from lightning_verl.strategies.groups import DEFAULT_TIMEOUT, GroupRegistry, operations_of
+from lightning_verl.strategies.groups import DEFAULT_TIMEOUT, GroupRegistry, leave_groups_at_exit, operations_of
 from lightning_verl.strategies.hosted import check_hosted, host_policy, warn_of_link
 from lightning_verl.strategies.layout import ROLES, RoleLayout, check_config, check_names, is_trainable, resolve_layouts
 from lightning_verl.strategies.mesh import DeviceMesh
@@ -160,6 +160,7 @@ class HybridStrategy(ModelParallelStrategy):
             backend = self._get_process_group_backend()
             device_id = self.root_device if self.root_device.type == "cuda" else None
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device_id)
+        leave_groups_at_exit()
 
     def _resolve(self, world_size: int) -> None:
         host = (

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 SCRIPT = """
 import json, sys
@@ -24,6 +25,9 @@ fabric = Fabric(**options)
 if "cli" not in sys.argv:
     fabric.launch()
 total = fabric.all_reduce(fabric.to_device(__import__("torch").tensor(float(fabric.global_rank))), reduce_op="sum")
+groups = [dist.new_group() for _ in range(3)]  # without leave_groups_at_exit every other run aborts at its end
+for group in groups:
+    dist.all_reduce(total.clone(), group=group)
 facts = [fabric.world_size, type(fabric.strategy).__name__, fabric.strategy.layout("actor").data_size, float(total)]
 print("FACTS " + json.dumps([fabric.global_rank, *facts]), flush=True)
 """
@@ -61,12 +65,12 @@ TWO = [[0, 2, "HybridStrategy", 2, 1.0], [1, 2, "HybridStrategy", 2, 1.0]]
 
 
 def test_torchrun(script: Path) -> None:
-    assert facts(start(*TORCHRUN, "--nproc-per-node", "2", script)) == TWO
+    assert facts(start(*TORCHRUN, "--nproc-per-node", "2", "--master-port", str(free_port()), script)) == TWO
 
 
 def test_torchrun_on_two_nodes(script: Path) -> None:
     common = (*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d")
-    endpoint = ("--rdzv-endpoint", "127.0.0.1:29719", "--rdzv-id", "test")
+    endpoint = ("--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "test")
     nodes = [start(*common, *endpoint, "--local-addr", "127.0.0.1", script) for _ in range(2)]
     # 0 + 1 + 2 + 3 = 6
     assert facts(*nodes) == [[rank, 4, "HybridStrategy", 4, 6.0] for rank in range(4)]
@@ -79,9 +83,11 @@ def test_fabrics_own_launcher(script: Path, how: str) -> None:
 
 def test_fabric_run(script: Path) -> None:
     fabric = Path(sys.executable).parent / "fabric"
-    assert facts(start(fabric, "run", "--accelerator", "cpu", "--devices", "2", script, "cli")) == TWO
+    port = str(free_port())
+    command = (fabric, "run", "--accelerator", "cpu", "--devices", "2", "--main-port", port, script, "cli")
+    assert facts(start(*command)) == TWO
 
 
 def test_our_own_run_knows_the_strategy_by_name(script: Path) -> None:
     command = (sys.executable, "-m", "lightning_verl", "run", "--strategy", "hybrid", "--accelerator", "cpu")
-    assert facts(start(*command, "--devices", "2", script, "cli", "bare")) == TWO
+    assert facts(start(*command, "--devices", "2", "--main-port", str(free_port()), script, "cli", "bare")) == TWO
