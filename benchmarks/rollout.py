@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rollout_results import SHAPES, Case, Divergence, Gap, Offload, Result, Speed, Work, load, page, save
-from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
+from rollout_results import SHAPES, Case, Divergence, Gap, Offload, Result, Speed, Work, load, model_config, page, save
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from lightning_verl.models.logprobs import logprobs_from_hidden
 from lightning_verl.rollout.native import NativeEngine, NativeOptions
@@ -57,20 +57,9 @@ class FixedLengths(NativeEngine):
 
 def build(shape: str, device: torch.device, dtype: torch.dtype) -> Any:
     """A model with random weights."""
-    hidden, layers, heads, kv_heads, inner, vocabulary, tied = SHAPES[shape]
-    config = Qwen2Config(
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        intermediate_size=inner,
-        vocab_size=vocabulary,
-        tie_word_embeddings=tied,
-        max_position_embeddings=16384,
-    )
     torch.manual_seed(0)
     with device:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        return AutoModelForCausalLM.from_config(model_config(shape), dtype=dtype).eval()
 
 
 class Prompts:

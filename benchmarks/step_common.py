@@ -18,28 +18,10 @@ from step_results import PHASES, Side, Step
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast, Qwen2Config
+from transformers import PreTrainedTokenizerFast
 
 LEARNING_RATE = 1e-6
 KL = 0.04
-
-
-def model_config(work: Work, eos: int | None = None) -> Qwen2Config:
-    """The model's config."""
-    hidden, layers, heads, kv_heads, inner, vocabulary, tied = SHAPES[work.shape]
-    return Qwen2Config(
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        intermediate_size=inner,
-        vocab_size=vocabulary,
-        tie_word_embeddings=tied,
-        max_position_embeddings=16384,
-        bos_token_id=None,
-        eos_token_id=eos,
-        pad_token_id=0,
-    )
 
 
 def word_tokenizer(work: Work, eos: int) -> PreTrainedTokenizerFast:

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric
 from rollout import FixedLengths
-from rollout_results import SHAPES, Work
+from rollout_results import SHAPES, Work, model_config
 from step_common import (
     KL,
     LEARNING_RATE,
     StepMeter,
     check_tokens,
     meter_for,
-    model_config,
     prompt_texts,
     score,
     side_parser,
@@ -106,7 +105,7 @@ def measure(options: argparse.Namespace) -> None:
         callbacks=[Throughput(), Recorder(work, meter, options.algorithm)],
     )
     fabric.launch()
-    config, tokenizer = model_config(work), word_tokenizer(work, eos=SHAPES[work.shape][5])
+    config, tokenizer = model_config(work.shape), word_tokenizer(work, eos=SHAPES[work.shape][5])
     with fabric.device:
         fabric.seed_everything(0, verbose=False)
         actor = (FixedLengthsActor if work.drawn else Actor)(config, tokenizer=tokenizer, learning_rate=LEARNING_RATE)

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rollout_results import SHAPES, Work
+from rollout_results import SHAPES, Work, model_config
 from step_common import (
     KL,
     LEARNING_RATE,
     StepMeter,
     check_tokens,
     meter_for,
-    model_config,
     prompt_texts,
     score,
     side_parser,
@@ -143,7 +142,7 @@ def saved_model(work: Work, folder: Path, eos: int, dtype: torch.dtype) -> Path:
         return target
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(model_config(work, eos), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(model_config(work.shape, eos), dtype=dtype)
     word_tokenizer(work, eos).save_pretrained(str(target))
     model.save_pretrained(target)
     return target

@@ -147,7 +147,7 @@ class RolloutBatch(RowBatch):
     weight_version: int = 0
     """The version of the weights that produced the responses."""
     packed: PackedRows | None = None
-    """How the rows lie side by side for a pass without padding; a batch that is cut or widened has none."""
+    """How the rows lie side by side for a pass without padding; what is cut or moved from such a batch has none."""
 
     def __len__(self) -> int:
         return int(self.input_ids.shape[0])
@@ -188,9 +188,8 @@ class RolloutBatch(RowBatch):
         numbers = torch.stack([self.prompt_lengths, self.response_lengths, groups], dim=1).tolist()
         return [RowSize(*row) for row in numbers]
 
-    def select(self, rows: Sequence[int] | Tensor) -> RolloutBatch:
-        """Return the given rows, in the given order, as a new batch."""
-        return replace(super().select(rows), packed=None)
+    def _map(self, function: Any) -> RolloutBatch:
+        return replace(super()._map(function), packed=None)
 
     def narrowed(self, length: int, response_width: int) -> RolloutBatch:
         """The batch without columns behind the given ones.
@@ -205,12 +204,6 @@ class RolloutBatch(RowBatch):
             rollout_logprobs=self.rollout_logprobs[:, :response_width],
             packed=None,
         )
-
-    def trimmed(self) -> RolloutBatch:
-        """The batch without columns that are padding in every row (waits for the device)."""
-        if not len(self):
-            return self.narrowed(1, 1)
-        return self.narrowed(int(self.lengths.max()), int(self.response_lengths.max()))
 
     def with_packed(self, packed: PackedRows) -> RolloutBatch:
         """The batch with a way to run it without padding."""
@@ -267,12 +260,6 @@ class Experience(RowBatch):
     def sizes(self) -> list[RowSize]:
         """The tokens and the group of each row (waits for the device)."""
         return self.rollout.sizes()
-
-    def select(self, rows: Sequence[int] | Tensor) -> Experience:
-        """Return the given rows, in the given order, as a new batch."""
-        taken: Experience = super().select(rows)
-        taken.rollout.packed = None
-        return taken
 
     def narrowed(self, length: int, response_width: int) -> Experience:
         """The experience without columns behind the given ones, see ``RolloutBatch.narrowed``."""

@@ -145,19 +145,23 @@ class PackedSequence:
             self.seen = torch.cat([_seen(run) for run in runs]).to(device)
 
     @cached_property
-    def blocks(self) -> tuple[_Block, ...]:
-        """The runs for plain torch: those that go on from a prompt, and the others."""
+    def _parts(self) -> list[list[Run]]:
+        """The runs with all they see in themselves, and those that go on from a prompt, where there are any."""
         parts = [[run for run in self._runs if bool(run.prefix) == prefixed] for prefixed in (False, True)]
-        return tuple(_block(part, self.ids.device) for part in parts if part)
+        return [part for part in parts if part]
+
+    @cached_property
+    def blocks(self) -> tuple[_Block, ...]:
+        """The runs for plain torch, divided so that little of a block is padding."""
+        return tuple(_block(part, self.ids.device) for part in self._parts)
 
     @cached_property
     def places(self) -> Tensor:
         """Where the output of each token lies among those of the blocks, int64 ``[T]``."""
         places = torch.empty(self.ids.shape[1], dtype=torch.int64)
         first = 0
-        for prefixed in (False, True):
-            part = [run for run in self._runs if bool(run.prefix) == prefixed]
-            longest = max((run.count for run in part), default=0)
+        for part in self._parts:
+            longest = max(run.count for run in part)
             for run in part:
                 places[run.start : run.start + run.count] = torch.arange(first, first + run.count)
                 first += longest
@@ -198,7 +202,10 @@ def _forward(
 ) -> tuple[Tensor, None]:
     """What transformers calls: query ``[1, H, T, D]``, key and value ``[1, K, T, D]``; returns ``[1, T, H, D]``."""
     if packed is None:
-        raise RuntimeError(f"The attention {NAME!r} works on the rows that models.heads.packed_states runs only.")
+        raise RuntimeError(
+            f"The attention {NAME!r} works on the rows that models.heads.packed_states runs only. Let the role run its "
+            "model through Role.response_states, or use HybridDataFlow(packing='padded')."
+        )
     if problem := unknown_inputs(key, value, kwargs):
         raise ValueError(
             f"{type(module).__name__} {problem}, which attention without padding does not do. "

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from transformers import PreTrainedModel
 
 from lightning_verl.planning.memory import LOGIT_CHUNK, UPDATE_LOGIT_BYTES, activation_bytes
 from lightning_verl.planning.model import Decoder, RoleModel
@@ -24,7 +24,7 @@ USED_SHARE = 0.8
 
 
 class MicroBatchBudget:
-    """The tokens of a role's micro-batches where nobody said how many.
+    """The tokens of a role's micro-batches where nobody said how many; ``MOST_TOKENS`` where it has no ``model``.
 
     Free is what the device has free, and what torch holds and does not use, less gradients and optimizer states that
     the first update will make. All ranks of a role take the number of the one with least.
@@ -44,9 +44,9 @@ class MicroBatchBudget:
     def of(self, role: str) -> int:
         """The tokens, found once for each role (then a collective call of its ranks)."""
         if role not in self._tokens:
-            own = MOST_TOKENS
-            if self._strategy.root_device.type == "cuda":
-                own = tokens_that_fit(self._model(role), self._strategy.layout(role).tensor, self._free())
+            own, model = MOST_TOKENS, getattr(self._modules[role], "model", None)
+            if self._strategy.root_device.type == "cuda" and isinstance(model, PreTrainedModel):
+                own = tokens_that_fit(self._describe(role, model), self._strategy.layout(role).tensor, self._free())
             counts = gather_counts([own], self._strategy.group(role, "scores"))
             self._tokens[role] = int(counts.min())
         return self._tokens[role]
@@ -57,17 +57,16 @@ class MicroBatchBudget:
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return free + unused - sum(map(_owed, self._optimizers.values()))
 
-    def _model(self, role: str) -> RoleModel:
-        module: Any = self._modules[role]
-        mode = getattr(module, "activation_checkpointing", None) or self._strategy.activation_checkpointing
+    def _describe(self, role: str, model: PreTrainedModel) -> RoleModel:
+        mode = getattr(self._modules[role], "activation_checkpointing", None) or self._strategy.activation_checkpointing
         return RoleModel(
             role=role,
             architecture="",
             parameters=(),
-            decoder=Decoder.of(module.model),
+            decoder=Decoder.of(model),
             compute_bytes=self._strategy.hybrid_precision.compute_dtype.itemsize,
             checkpointing=mode,
-            has_head=module.model.get_output_embeddings() is not None,
+            has_head=model.get_output_embeddings() is not None,
         )
 
 

@@ -65,5 +65,8 @@ def test_other_rows_do_not_keep_how_rows_were_packed() -> None:
     packed = batches.take(rollout, 0)
     assert packed.packed is not None
     assert packed.select([0]).packed is None
-    assert packed.trimmed().packed is None
+    assert packed.to("cpu").packed is None
+    assert packed.narrowed(8, 5).packed is None
+    experience = Experience(packed, torch.zeros(4), torch.ones(4, dtype=torch.bool))
+    assert experience.select([0]).rollout.packed is None
     assert MicroBatches.cut(rollout.sizes(), 100, "padded").take(rollout, 0).packed is None

@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 
-from lightning_verl import Actor, HybridDataFlow, HybridStrategy
+from lightning_verl import Actor, HybridDataFlow, HybridStrategy, Reward, RewardEnsemble
 from lightning_verl.planning import budget
 from lightning_verl.planning.budget import MicroBatchBudget, tokens_that_fit
 from lightning_verl.planning.model import describe
@@ -49,6 +49,10 @@ def test_what_the_first_update_makes_is_not_free(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1_000_000, 2_000_000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500_000)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 300_000)
+    strategy._resolve(1)
+    models = RewardEnsemble([Reward(tiny_config("llama")) for _ in range(3)])
+    assert MicroBatchBudget(strategy, {"reward": models}, {}).of("reward") == 16_384  # its models are not one
+    assert MicroBatchBudget(strategy, {"actor": actor}, {}).of("actor") == 512
     found = MicroBatchBudget(strategy, {"actor": actor}, {"actor": optimizer})
     assert found._free() == 1_000_000 + 200_000 - 3 * held  # gradients and two moments
     for parameter in actor.parameters():
