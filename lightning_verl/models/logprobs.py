@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from lightning_verl.models.fused_logprobs import TokenFigures
+
 Head = Tensor | Callable[[Tensor], Tensor]
 
 
@@ -63,8 +65,8 @@ def logprobs_from_hidden(
     """Return log-probs (and entropies) straight from hidden states, without ever holding the logits of all tokens.
 
     The head is applied to ``chunk_size`` tokens at a time. Where gradients are on, a chunk's logits are dropped after
-    use and computed again in the backward pass. Values and gradients are those of
-    ``logprobs_from_logits(head(hidden), targets, temperature)``.
+    use and computed again in the backward pass. On CUDA what follows the head is compiled. Values and gradients are
+    those of ``logprobs_from_logits(head(hidden), targets, temperature)``.
 
     Args:
         hidden: Last hidden states, ``[..., H]``.
@@ -87,6 +89,9 @@ def logprobs_from_hidden(
 
     def score(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         logits = F.linear(hidden, head) if isinstance(head, Tensor) else head(hidden)
+        if logits.is_cuda:
+            logprobs, entropy = TokenFigures.apply(logits, targets, 1 / _divisor(temperature))  # type: ignore[no-untyped-call]
+            return logprobs, entropy if with_entropy else None
         log_probs = _log_softmax(logits, temperature)
         return _pick(log_probs, targets), _entropy(log_probs) if with_entropy else None
 

@@ -341,7 +341,7 @@ class HybridStrategy(ModelParallelStrategy):
             apply_tensor_parallel(model, mesh[f"{role}_tensor"])
         cut_experts(module, self._expert_axes[role])
         apply_activation_checkpointing(module, mode or self.activation_checkpointing)
-        cut = layout.data_size > 1 or self.hybrid_precision.needs_policy or self.root_device.type == "cuda"
+        cut = layout.data_size > 1 or self.hybrid_precision.needs_policy or self._host_policy is not None
         if cut and reduce is not None:
             axes = (f"{role}_replicate", f"{role}_shard") if layout.replicas > 1 else (f"{role}_shard",)
             dims = self._rollouts.aligned_dims() if role == "actor" else {}

@@ -6,6 +6,7 @@ host launches one graph a token and reads the results once a burst.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -151,8 +152,7 @@ class DecodeGraphs(Runner):
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
-            # Other threads, such as NCCL's watchdog, go on calling CUDA meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with _capturing(graph, self._pool):
                 self._decode(size)
         except torch.OutOfMemoryError:
             raise
@@ -195,3 +195,29 @@ class DecodeGraphs(Runner):
             return
         with self._layers.enabled():
             yield
+
+
+@contextmanager
+def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """Capture what is called as a graph.
+
+    ``torch.cuda.graph`` collects garbage and empties torch's cache of memory before, which takes longer than the
+    capture and would happen again in every rollout.
+    """
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    collects = gc.isenabled()
+    gc.disable()  # what a collection frees may call CUDA, which no capture allows
+    try:
+        with torch.cuda.stream(stream):
+            # Other threads, such as NCCL's watchdog, go on calling CUDA meanwhile.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                yield
+            finally:
+                graph.capture_end()
+    finally:
+        if collects:
+            gc.enable()
+    torch.cuda.current_stream().wait_stream(stream)

@@ -155,71 +155,32 @@ def _store(
     inside = dim < SIZE
     block = tl.load(blocks + token).to(tl.int64)
     place = block * cache_block + head * cache_head + tl.load(offsets + token).to(tl.int64) * cache_token + dim
-    new_key = tl.load(key + head * key_head + token * key_token + dim, mask=inside)
-    new_value = tl.load(value + head * value_head + token * value_token + dim, mask=inside)
-    tl.store(keys + place, new_key.to(keys.dtype.element_ty), mask=inside)
-    tl.store(values + place, new_value.to(values.dtype.element_ty), mask=inside)
+    _put(key + head * key_head + token * key_token + dim, keys + place, inside)
+    _put(value + head * value_head + token * value_token + dim, values + place, inside)
 
 
 @triton.jit
-def _attend(
-    query, key, value, keys, values, parts, sums,
-    tables, lengths, starts, counts, sequences, firsts,
-    scaling, softcap, window, tokens,
-    query_head, query_token, key_head, key_token, value_head, value_token,
-    cache_block, cache_head, cache_token, table_width,
-    GROUP: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
-    ROWS: tl.constexpr, SPLITS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
-):  # fmt: skip
-    """One tile: ``QUERIES`` queries x ``GROUP`` heads of one sequence, over its share of the blocks."""
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    sequence = tl.load(sequences + tile)
-    first = tl.load(firsts + tile)
-    length = tl.load(lengths + sequence)
-    start = tl.load(starts + sequence)
-    count = tl.load(counts + sequence)
+def _put(source, target, inside):
+    """Copy numbers, in the type of the target."""
+    tl.store(target, tl.load(source, mask=inside).to(target.dtype.element_ty), mask=inside)
 
-    row = tl.arange(0, ROWS)
+
+@triton.jit
+def _walk(
+    queries, keys, values, blocks, begin, end, length, position, real, scaling, softcap, window,
+    cache_block, cache_token,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """Attend to the blocks from ``begin`` to ``end``: the largest score, the sum of weights, and of weighted values."""
     dim = tl.arange(0, PADDED)
     slot = tl.arange(0, BLOCK)
-    number = first + row // GROUP
-    head = kv_head * GROUP + row % GROUP
-    real = (row < QUERIES * GROUP) & (number < count)
-    position = length - count + number
-    place = (start + number).to(tl.int64)
     inside = dim < SIZE
-    queries = tl.load(
-        query + head[:, None] * query_head + place[:, None] * query_token + dim[None, :],
-        mask=real[:, None] & inside[None, :],
-        other=0.0,
-    )
-
-    lowest = 0
-    if WINDOWED:
-        lowest = tl.maximum(0, length - count + first - window + 1) // BLOCK
-    highest = tl.cdiv(tl.minimum(length, length - count + first + QUERIES), BLOCK)
-    share = tl.cdiv(highest - lowest, SPLITS)
-    begin = lowest + split * share
-    end = tl.minimum(begin + share, highest)
-
-    if (QUERIES == 1) & (begin < end) & (end == highest):  # this program is the one that reads the new token
-        new = length - 1
-        block = tl.load(tables + sequence * table_width + new // BLOCK).to(tl.int64)
-        spot = block * cache_block + kv_head * cache_head + (new % BLOCK) * cache_token + dim
-        new_key = tl.load(key + kv_head * key_head + start * key_token + dim, mask=inside)
-        new_value = tl.load(value + kv_head * value_head + start * value_token + dim, mask=inside)
-        tl.store(keys + spot, new_key.to(keys.dtype.element_ty), mask=inside)
-        tl.store(values + spot, new_value.to(values.dtype.element_ty), mask=inside)
-        tl.debug_barrier()  # other threads of this program load what was stored
-
     largest = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     total = tl.zeros([ROWS], dtype=tl.float32)
     result = tl.zeros([ROWS, PADDED], dtype=tl.float32)
     for index in range(begin, end):
-        block = tl.load(tables + sequence * table_width + index).to(tl.int64)
-        base = block * cache_block + kv_head * cache_head
+        base = tl.load(blocks + index).to(tl.int64) * cache_block
         some_keys = tl.load(
             keys + base + slot[None, :] * cache_token + dim[:, None], mask=inside[:, None], other=0.0
         ).to(queries.dtype)
@@ -244,15 +205,63 @@ def _attend(
         total = total * shrink + tl.sum(weights, 1)
         result = result * shrink[:, None] + tl.dot(weights.to(queries.dtype), some_values, input_precision="ieee")
         largest = new_largest
+    return largest, total, result
 
+
+@triton.jit
+def _attend(
+    query, key, value, keys, values, parts, sums,
+    tables, lengths, starts, counts, sequences, firsts,
+    scaling, softcap, window, tokens,
+    query_head, query_token, key_head, key_token, value_head, value_token,
+    cache_block, cache_head, cache_token, table_width,
+    GROUP: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
+    ROWS: tl.constexpr, SPLITS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """One tile: ``QUERIES`` queries x ``GROUP`` heads of one sequence, over its share of the blocks."""
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    sequence = tl.load(sequences + tile)
+    first = tl.load(firsts + tile)
+    length = tl.load(lengths + sequence)
+    start = tl.load(starts + sequence)
+    count = tl.load(counts + sequence)
+    keys += kv_head * cache_head
+    values += kv_head * cache_head
+    blocks = tables + sequence * table_width
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, PADDED)
+    number = first + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    real = (row < QUERIES * GROUP) & (number < count)
+    position = length - count + number
+    place = (start + number).to(tl.int64)
+    known = real[:, None] & (dim < SIZE)[None, :]
+    queries = tl.load(query + head[:, None] * query_head + place[:, None] * query_token + dim[None, :], known, 0.0)
+    lowest = 0
+    if WINDOWED:
+        lowest = tl.maximum(0, length - count + first - window + 1) // BLOCK
+    highest = tl.cdiv(tl.minimum(length, length - count + first + QUERIES), BLOCK)
+    share = tl.cdiv(highest - lowest, SPLITS)
+    begin = lowest + split * share
+    end = tl.minimum(begin + share, highest)
+
+    if (QUERIES == 1) & (begin < end) & (end == highest):  # this program is the one that reads the new token
+        block = tl.load(blocks + (length - 1) // BLOCK).to(tl.int64)
+        spot = block * cache_block + (length - 1) % BLOCK * cache_token + dim
+        _put(key + kv_head * key_head + start * key_token + dim, keys + spot, dim < SIZE)
+        _put(value + kv_head * value_head + start * value_token + dim, values + spot, dim < SIZE)
+        tl.debug_barrier()  # other threads of this program load what was stored
+
+    largest, total, result = _walk(
+        queries, keys, values, blocks, begin, end, length, position, real, scaling, softcap, window,
+        cache_block, cache_token, SIZE, PADDED, BLOCK, ROWS, CAPPED, WINDOWED,
+    )  # fmt: skip
     result = result / tl.where(total == 0, 1.0, total)[:, None]
     heads = tl.num_programs(1) * GROUP
     target = (split * tokens + place) * heads + head
-    tl.store(
-        parts + target[:, None] * SIZE + dim[None, :],
-        result.to(parts.dtype.element_ty),
-        mask=real[:, None] & inside[None, :],
-    )
+    tl.store(parts + target[:, None] * SIZE + dim[None, :], result.to(parts.dtype.element_ty), known)
     if SPLITS > 1:
         tl.store(sums + target, tl.where(total == 0, float("-inf"), largest + tl.log(total)), mask=real)
 
