@@ -1,10 +1,12 @@
 """Measures rollouts: the native engine, ``generate`` of transformers, and vLLM, on the same shapes in one run.
 
     python benchmarks/rollout.py --output docs/benchmarks/rollout.json
+    python benchmarks/rollout.py --only-offload
     python benchmarks/rollout.py --table-only
 
-The first line measures on one GPU and writes the JSON file. The second one measures nothing and writes the page
-docs/benchmarks/rollout.md from docs/benchmarks/rollout.json. Models have the shapes of Qwen2.5 and random weights, so
+The first line measures on one GPU and writes the JSON file. The second one measures ``offload_kvcache`` again and keeps
+the rest of the file. The last one measures nothing and writes the page docs/benchmarks/rollout.md from
+docs/benchmarks/rollout.json. Models have the shapes of Qwen2.5 and random weights, so
 that no length depends on what they say. Every engine gets prompts of its own in each run, tokens are counted, and a run
 ends when they are on the host. vLLM runs in a process of its own: on the last GPU where there are several, else before
 the others; where it is not installed its column stays empty. On a CPU everything but vLLM runs too, on a tiny model
@@ -220,8 +222,9 @@ def divergence(model: Any, work: Work) -> Divergence:
     return Divergence(len(rows), int(rows.sum()), float(places.mean()) if len(places) else None)
 
 
-def measure_offload(device: torch.device, work: Work, dtype: torch.dtype, share: float) -> Offload:
+def measure_offload(device: torch.device, dtype: torch.dtype) -> Offload:
     """The cache that the work needs, against a share of it with host memory for those that step back."""
+    work = OFFLOADS[device.type]
     model, prompts = build(work.shape, device, dtype), Prompts(work)()
     sampling = SamplingParams(n=work.n, max_new_tokens=work.new_tokens)
 
@@ -240,7 +243,7 @@ def measure_offload(device: torch.device, work: Work, dtype: torch.dtype, share:
         return seconds, peak, made[0], report
 
     seconds, peak, whole, report = run(NativeOptions())  # its cache has room for what the work needs, and no more
-    small = NativeOptions(kv_cache_bytes=int(report.cache_bytes * share), offload_kvcache=True)
+    small = NativeOptions(kv_cache_bytes=int(report.cache_bytes * OFFLOAD_SHARE), offload_kvcache=True)
     slower, less, offloaded, swapped = run(small)
     tokens = sum(work.lengths())
     same = float((whole.response_ids == offloaded.response_ids).double().mean())
@@ -293,6 +296,8 @@ CASES: dict[str, list[Work]] = {
     "drawn": [Work("1.5B", new_tokens=1024, drawn=True)],
     "7B": [Work("7B")],
 }
+OFFLOAD_SHARE = 0.4
+"""Of the cache that all rows need; prompts alone take three quarters of that."""
 OFFLOADS = {"cuda": Work("7B", 32, 1, 6144, 2048), "cpu": Work("tiny", 8, 1, 24, 40)}
 
 
@@ -300,6 +305,8 @@ def measure(options: argparse.Namespace) -> Result:
     """Everything that was asked for."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if options.only_offload:
+        return replace(load(options.output), offload=measure_offload(device, dtype))
     works = [work for name in options.cases for work in CASES[name]]
     shared = [work for work in works if work.shape == options.main_shape]
     vllm = None
@@ -315,7 +322,7 @@ def measure(options: argparse.Namespace) -> Result:
         differing = divergence(model, shared[0])
         if device.type == "cuda":
             gaps.append(gap_to_training(model.float(), shared[0], NativeOptions(compile_layers=False)))
-    offload = measure_offload(device, OFFLOADS[device.type], dtype, 0.55) if options.offload else None
+    offload = measure_offload(device, dtype) if options.offload else None
     speeds = vllm.speeds() if vllm else {}
     cases = [replace(case, vllm=speeds.get(case.work.name, {})) for case in cases]
     versions = {"torch": torch.__version__}
@@ -337,6 +344,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--offload", action=argparse.BooleanOptionalAction, default=True, help="measure offload_kvcache"
     )
+    parser.add_argument("--only-offload", action="store_true", help="measure that alone and keep the rest of the file")
     return parser
 
 

@@ -188,7 +188,8 @@ def page(result: Result) -> str:
         "Written by `python benchmarks/rollout.py --table-only`; do not edit.",
         "",
         f"{result.device}, {versions}; shapes of Qwen2.5 with random weights. Measured with `{COMMAND}`. Medians of "
-        "several runs, `generate` once; every engine in the same run. The native engine always returns log-probs.",
+        "several runs, `generate` once; every engine in the same run. The native engine always returns log-probs. "
+        "`generate` launches every kernel from Python, so that its speed is the host's and varies between machines.",
         "",
         "| work (prompts x samples, prompt + response tokens) | native | `generate` of transformers | vLLM with "
         "log-probs | vLLM without | share of the bandwidth floor |",
@@ -241,7 +242,8 @@ def _other_lines(result: Result) -> list[str]:
             "",
             f"The same samples in a full batch and in a quarter of it: {result.divergence.differing} of "
             f"{result.divergence.samples} differ{where}. On a GPU another batch size takes other matrix kernels, which "
-            "round differently; the random numbers are the same.",
+            "round differently; the random numbers are the same. Random weights make this as frequent as it can be: so "
+            "many tokens are about equally likely that the last bits of their sum decide.",
         ]
     if result.offload:
         offload = result.offload

@@ -33,12 +33,16 @@ def test_everything_is_measured_and_kept(
     assert fixed.floor_seconds is None
     assert result.gaps[0].largest < 1e-5
     assert result.divergence.differing == 0
-    # 55% of the cache: samples step back, what they say stays the same
-    assert result.offload.bytes_offloaded < 0.6 * result.offload.bytes_whole
+    # 40% of the cache: samples step back, what they say stays the same
+    assert result.offload.bytes_offloaded < 0.45 * result.offload.bytes_whole
     assert result.offload.preemptions > 0
     assert result.offload.swapped_bytes > 0
     assert result.offload.same_tokens == 1
     assert benchmark.page(result) in capsys.readouterr().out
+    benchmark.main(["--only-offload", "--output", str(path)])
+    again = benchmark.load(path)
+    assert again.cases == result.cases
+    assert again.offload.swapped_bytes == result.offload.swapped_bytes
 
 
 def test_the_page_shows_multiples_and_shares(benchmark: ModuleType) -> None:
@@ -56,3 +60,7 @@ def test_the_page_shows_multiples_and_shares(benchmark: ModuleType) -> None:
     assert "bfloat16: largest difference 0.12, mean 0.023." in text
     # 1 - 30 / 40 and 1 - 900 / 1000
     assert "(25% less) at 10% fewer tokens a second; 5 samples stepped back" in text
+
+
+def test_the_page_is_that_of_the_kept_result(benchmark: ModuleType) -> None:
+    assert benchmark.PAGE.read_text() == benchmark.page(benchmark.load(benchmark.RESULTS))
