@@ -162,6 +162,14 @@ def varlen_attention(
     )
 
 
+def varlen_attention_operator() -> Any:
+    """The operator that ``varlen_attention`` comes down to; None where torch names it otherwise than up to 2.13."""
+    import torch
+    import torch.nn.attention.varlen  # registers it; takes a second
+
+    return getattr(getattr(torch.ops.torch_attn, "_varlen_attn", None), "default", None)
+
+
 @cache
 def _asks_for_groups() -> bool:
     from torch.nn.attention.varlen import varlen_attn

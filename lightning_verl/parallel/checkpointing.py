@@ -10,24 +10,34 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from lightning_verl.models.compat import varlen_attention_operator
 from lightning_verl.parallel.structure import decoder_layers
 
 ActivationCheckpointing = Literal["selective", "full"] | Sequence[str] | None
 
 _KEPT_MODULES = ("o_proj", "up_proj")
 _MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-_ATTENTION = (
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-)
+
+
+@cache
+def attention_operators() -> frozenset[Any]:
+    """The operators that attention comes down to, on any device: ``"selective"`` keeps their outputs."""
+    aten = torch.ops.aten
+    operators = {
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        varlen_attention_operator(),
+    }
+    return frozenset(operators - {None})
 
 
 def apply_activation_checkpointing(module: nn.Module, mode: ActivationCheckpointing) -> None:
@@ -86,6 +96,7 @@ def _recompute(module: nn.Module, contexts: _Contexts | None) -> None:
 def _keep_costly(layer: nn.Module) -> _Contexts:
     """A policy that keeps attention and the matmuls of ``_KEPT_MODULES``, told apart by which module is running."""
     running: list[nn.Module] = []
+    attention = attention_operators()
 
     def enter(module: nn.Module, args: Any) -> None:
         running.append(module)
@@ -99,7 +110,7 @@ def _keep_costly(layer: nn.Module) -> _Contexts:
             child.register_forward_hook(leave, always_call=True)  # recomputation may stop inside the module
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        kept = operation in _ATTENTION or (bool(running) and operation in _MATMULS)
+        kept = operation in attention or (bool(running) and operation in _MATMULS)
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return functools.partial(create_selective_checkpoint_contexts, policy)
