@@ -60,8 +60,8 @@ def test_outside_of_autograd_the_module_runs_as_before() -> None:
     assert torch.equal(actual, expected)
 
 
-def test_attention_by_every_kernel_of_torch_is_kept() -> None:
-    """That over sequences of unequal length too, under the name that torch 2.11 to 2.13 give it."""
+def test_attention_by_every_kernel_is_kept() -> None:
+    """That over sequences of unequal length too, under the name that torch 2.11 to 2.13 give it, and our own."""
     import torch.nn.attention.varlen  # registers it
 
     assert {str(operator) for operator in attention_operators()} == {
@@ -70,6 +70,7 @@ def test_attention_by_every_kernel_of_torch_is_kept() -> None:
         "aten._scaled_dot_product_efficient_attention.default",
         "aten._scaled_dot_product_cudnn_attention.default",
         "torch_attn._varlen_attn.default",
+        "lightning_verl.block_attention.default",
     }
     assert torch.ops.torch_attn._varlen_attn.default in attention_operators()
 
