@@ -170,7 +170,9 @@ def run(case: Case, ranks: int) -> list[Comparison]:
 def measure(case: Case, config: TrainConfig, ranks: int) -> dict[str, float]:
     """Run two steps and return the metrics of the second one."""
     layouts = config.strategy
-    strategy = HybridStrategy(layouts.mesh_shape, layouts.parallelism_config, layouts.hybrid_engine_config)
+    strategy = HybridStrategy(
+        layouts.mesh_shape, layouts.parallelism_config, layouts.hybrid_engine_config, compile_layers=False
+    )  # what compiled layers keep is up to the compiler
     fabric = Fabric(devices=ranks, strategy=strategy, precision=config.precision, callbacks=[Throughput()])
     fabric.launch()
     algorithm = make_algorithm(config.algorithm)

@@ -154,6 +154,8 @@ class StrategyConfig:
     """Sizes of single roles, such as ``{actor: {dp: 2, tp: 2}}``."""
     hybrid_engine_config: dict[str, Any] = field(default_factory=dict)
     """How the actor is rolled out, such as ``{rollout_tp: 2}``."""
+    compile_layers: bool | None = None
+    """Whether decoder layers run compiled while they train and score; None: on CUDA."""
 
 
 @dataclass(frozen=True)
@@ -373,7 +375,12 @@ def make_fabric(config: TrainConfig) -> Fabric:
 
     output = Path(config.output)
     layouts = config.strategy
-    strategy = HybridStrategy(layouts.mesh_shape, layouts.parallelism_config, layouts.hybrid_engine_config)
+    strategy = HybridStrategy(
+        layouts.mesh_shape,
+        layouts.parallelism_config,
+        layouts.hybrid_engine_config,
+        compile_layers=layouts.compile_layers,
+    )
     return Fabric(
         accelerator=config.accelerator,
         devices=config.devices,

@@ -16,6 +16,7 @@ from lightning_verl.algorithms.base import Algorithm
 from lightning_verl.data.experience import Experience, RolloutBatch
 from lightning_verl.data.microbatches import Packing
 from lightning_verl.data.sharding import split
+from lightning_verl.parallel import compiling
 from lightning_verl.testing import run_ranks, tiny_model
 
 GROUPS, SAMPLES, WIDTH, RESPONSE = 5, 2, 14, 6
@@ -204,6 +205,24 @@ def test_cut_layouts_change_nothing(
     cases = [case for case in CUT_CASES if case[1] == algorithm]
     for made in run_ranks(updates, ranks, config, mesh, cases, **options):
         assert_equal_updates(made, expected_for(alone, cases))
+
+
+def compiled_updates(*args: Any, **options: Any) -> tuple[list[tuple[Steps, dict[str, float]]], int]:
+    """``updates`` with compiled layers, and how many graphs torch made; as they are written, for the time's sake."""
+    from torch._dynamo.utils import counters
+
+    compiling.BACKEND = "eager"
+    return updates(*args, compile_layers=True, **options), counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"activation_checkpointing": "selective"}], ids=["kept", "selective"])
+def test_compiled_layers_change_nothing(alone: Any, options: Any) -> None:
+    """With FSDP2, whose hooks run around what is compiled."""
+    cases = [("qwen3", "grpo", TWO_CUTS)]
+    for made, graphs in run_ranks(compiled_updates, 2, {}, None, cases, **options):
+        assert_equal_updates(made, expected_for(alone, cases))
+        assert 3 <= graphs <= 6  # the actor with and without gradients, the reference
 
 
 LORA = {

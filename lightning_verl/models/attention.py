@@ -8,19 +8,18 @@ Shape letters: T tokens of the sequence, H heads, K key-value heads, D head dim,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 
 from lightning_verl.data.packed_rows import PackedRows, Run
+from lightning_verl.models.block_attention import BlockPlan, attend_blocks
 from lightning_verl.models.compat import varlen_attention
 
 NAME = "lightning_verl_packed"
@@ -70,54 +69,6 @@ def unknown_inputs(key: Tensor, value: Tensor, others: Mapping[str, Any]) -> str
     return f"gives its attention {', '.join(given)}" if given else ""
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float, softcap: float = 0.0) -> Tensor:
-    """Attention with a mask and grouped heads, in plain torch.
-
-    Args:
-        queries: ``[G, H, Q, D]``.
-        keys: ``[G, K, L, D]``.
-        values: ``[G, K, L, D]``.
-        mask: Which keys a query sees, at least one, bool ``[G, 1, Q, L]``.
-        scaling: What scores are multiplied by.
-        softcap: Scores ``x`` become ``softcap * tanh(x / softcap)``; 0: they stay.
-
-    Returns:
-        ``[G, H, Q, D]``.
-    """
-    if not softcap:
-        return functional.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, scale=scaling, enable_gqa=True
-        )
-    group = queries.shape[1] // keys.shape[1]
-    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-    scores = softcap * torch.tanh(queries @ keys.transpose(2, 3) * (scaling / softcap))
-    return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ values
-
-
-@dataclass(frozen=True)
-class _Block:
-    """Runs that are attended to together with plain torch: G of them, padded to Q tokens that see up to L."""
-
-    queries: Tensor
-    """Where their tokens lie, int64 ``[G x Q]``; padding repeats the last of a run."""
-    keys: Tensor
-    """Where the tokens lie that they see, int64 ``[G x L]``."""
-    last_seen: Tensor
-    """The place of a query among the keys of its run, int64 ``[G, 1, Q, 1]``."""
-    masks: dict[int, Tensor]
-    """By sliding window (0 for none): which keys a query sees, bool ``[G, 1, Q, L]``."""
-
-    def mask(self, window: int) -> Tensor:
-        """Make it on first use: all layers with the same window share it."""
-        if window not in self.masks:
-            places = torch.arange(self.keys.numel() // self.last_seen.shape[0], device=self.keys.device)
-            seen = places <= self.last_seen
-            if window:
-                seen &= places > self.last_seen - window
-            self.masks[window] = seen
-        return self.masks[window]
-
-
 class PackedSequence:
     """Token ids of a micro-batch in one sequence, and what attention must know of it.
 
@@ -132,7 +83,8 @@ class PackedSequence:
         self.positions = rows.positions[None]
         """int64 ``[1, T]``."""
         runs, device = rows.runs, self.ids.device
-        self._runs = runs
+        self.runs = torch.tensor([n for run in runs for n in (run.start, run.count, run.prefix, run.prefix_start)])
+        """The runs as numbers, on the CPU, int64 ``[4 S]``."""
         counts, seen = [run.count for run in runs], [run.seen for run in runs]
         self.longest, self.longest_seen = max(counts), max(seen)
         self.starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32).to(device)
@@ -145,47 +97,14 @@ class PackedSequence:
             self.seen = torch.cat([_seen(run) for run in runs]).to(device)
 
     @cached_property
-    def _parts(self) -> list[list[Run]]:
-        """The runs with all they see in themselves, and those that go on from a prompt, where there are any."""
-        parts = [[run for run in self._runs if bool(run.prefix) == prefixed] for prefixed in (False, True)]
-        return [part for part in parts if part]
-
-    @cached_property
-    def blocks(self) -> tuple[_Block, ...]:
-        """The runs for plain torch, divided so that little of a block is padding."""
-        return tuple(_block(part, self.ids.device) for part in self._parts)
-
-    @cached_property
-    def places(self) -> Tensor:
-        """Where the output of each token lies among those of the blocks, int64 ``[T]``."""
-        places = torch.empty(self.ids.shape[1], dtype=torch.int64)
-        first = 0
-        for part in self._parts:
-            longest = max(run.count for run in part)
-            for run in part:
-                places[run.start : run.start + run.count] = torch.arange(first, first + run.count)
-                first += longest
-        return places.to(self.ids.device)
+    def plan(self) -> BlockPlan:
+        """The runs for plain torch."""
+        return BlockPlan(self.runs, self.ids.device)
 
 
 def _seen(run: Run) -> Tensor:
     own = torch.arange(run.start, run.start + run.count)
     return torch.cat([torch.arange(run.prefix_start, run.prefix_start + run.prefix), own])
-
-
-def _block(runs: Sequence[Run], device: torch.device) -> _Block:
-    starts, counts, prefixes, prefix_starts = torch.tensor(
-        [(run.start, run.count, run.prefix, run.prefix_start) for run in runs]
-    ).T[..., None]
-    offsets = torch.arange(int(counts.max())).minimum(counts - 1)
-    keys = torch.arange(int((prefixes + counts).max())).minimum(prefixes + counts - 1)
-    places = torch.where(keys < prefixes, prefix_starts + keys, starts + keys - prefixes)
-    return _Block(
-        queries=(starts + offsets).flatten().to(device),
-        keys=places.flatten().to(device),
-        last_seen=(prefixes + offsets)[:, None, :, None].to(device),
-        masks={},
-    )
 
 
 def _forward(
@@ -226,30 +145,17 @@ def _forward(
             sliding_window,
         )
         return output[None], None
-    parts = [
-        _attend_block(queries, keys, values, block, scale, sliding_window or 0, softcap or 0.0)
-        for block in packed.blocks
-    ]
-    return torch.cat(parts).index_select(0, packed.places)[None], None
+    window, cap = sliding_window or 0, softcap or 0.0
+    if torch.compiler.is_compiling():
+        output = torch.ops.lightning_verl.block_attention(queries, keys, values, packed.runs, scale, window, cap)
+    else:
+        output = attend_blocks(queries, keys, values, packed.plan, scale, window, cap)
+    return output[None], None
 
 
 def _has_kernel(query: Tensor) -> bool:
     """Whether torch's attention over sequences of unequal length takes these queries."""
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] in range(8, 257, 8)
-
-
-def _attend_block(
-    queries: Tensor, keys: Tensor, values: Tensor, block: _Block, scaling: float, window: int, softcap: float
-) -> Tensor:
-    """Attention of the runs of a block, ``[G x Q, H, D]``, from the sequence's states ``[T, heads, D]``."""
-
-    own, seen = block.queries, block.keys
-    queries, keys, values = (
-        states.index_select(0, places).view(block.last_seen.shape[0], -1, *states.shape[1:]).transpose(1, 2)
-        for states, places in ((queries, own), (keys, seen), (values, seen))
-    )
-    output = attend(queries, keys, values, block.mask(window), scaling, softcap)
-    return output.transpose(1, 2).flatten(0, 1)
 
 
 AttentionInterface.register(NAME, _forward)

@@ -6,10 +6,10 @@ import importlib
 import inspect
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import cache
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -23,6 +23,8 @@ TRANSFORMERS = SpecifierSet(">=5.17,<6")
 VLLM = SpecifierSet(">=0.22")
 
 _CACHE_RENAMED_IN = Version("5.24")
+_ASKS_FOR_GROUPS = Version(torch.__version__).release >= (2, 12)
+"""A constant, since compiled layers come by."""
 
 
 def check_versions(*, vllm: bool = False) -> None:
@@ -155,18 +157,17 @@ def varlen_attention(
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    options: dict[str, Any] = {"enable_gqa": True} if _asks_for_groups() else {}
+    options: dict[str, Any] = {"enable_gqa": True} if _ASKS_FOR_GROUPS else {}
     window_size = (window - 1 if window else -1, 0)
     return varlen_attn(  # type: ignore[return-value]
         query, key, value, *starts, *longest, scale=scaling, window_size=window_size, **options
     )
 
 
-@cache
-def _asks_for_groups() -> bool:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+def varlen_attention_operator() -> Any:
+    """The operator that ``varlen_attention`` comes down to; None where torch names it otherwise than up to 2.13."""
+    importlib.import_module("torch.nn.attention.varlen")  # registers it; takes a second
+    return getattr(getattr(torch.ops.torch_attn, "_varlen_attn", None), "default", None)
 
 
 def checkpoint_weights(model: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:

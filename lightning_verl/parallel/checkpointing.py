@@ -10,24 +10,37 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.fx import traceback
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from lightning_verl.models import block_attention  # noqa: F401  registers its operator
+from lightning_verl.models.compat import varlen_attention_operator
 from lightning_verl.parallel.structure import decoder_layers
 
 ActivationCheckpointing = Literal["selective", "full"] | Sequence[str] | None
 
 _KEPT_MODULES = ("o_proj", "up_proj")
 _MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-_ATTENTION = (
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-)
+
+
+@cache
+def attention_operators() -> frozenset[Any]:
+    """The operators that attention comes down to, on any device: ``"selective"`` keeps their outputs."""
+    aten = torch.ops.aten
+    operators = {
+        torch.ops.lightning_verl.block_attention.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        varlen_attention_operator(),
+    }
+    return frozenset(operators - {None})
 
 
 def apply_activation_checkpointing(module: nn.Module, mode: ActivationCheckpointing) -> None:
@@ -54,8 +67,9 @@ def apply_activation_checkpointing(module: nn.Module, mode: ActivationCheckpoint
                 f"activation_checkpointing={mode!r}: {type(module).__name__} has no decoder layers that could be "
                 "found; name the modules in a list of suffixes instead."
             )
+        contexts = _keep_costly(targets) if mode == "selective" else None
         for layer in targets:
-            _recompute(layer, _keep_costly(layer) if mode == "selective" else None)
+            _recompute(layer, contexts)
         return
     for suffix in mode:
         named = [child for name, child in module.named_modules() if name == suffix or name.endswith("." + suffix)]
@@ -83,23 +97,44 @@ def _recompute(module: nn.Module, contexts: _Contexts | None) -> None:
     module.forward = recomputed
 
 
-def _keep_costly(layer: nn.Module) -> _Contexts:
-    """A policy that keeps attention and the matmuls of ``_KEPT_MODULES``, told apart by which module is running."""
+def _keep_costly(layers: Sequence[nn.Module]) -> _Contexts:
+    """A policy that keeps attention and the matmuls of ``_KEPT_MODULES``, told apart by which module is running.
+
+    One for all layers: a compiled layer is compiled anew where another policy comes with it.
+    """
     running: list[nn.Module] = []
+    attention = attention_operators()
 
-    def enter(module: nn.Module, args: Any) -> None:
-        running.append(module)
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        running.pop()
-
-    for name, child in layer.named_modules():
-        if name.rpartition(".")[2] in _KEPT_MODULES:
-            child.register_forward_pre_hook(enter)
-            child.register_forward_hook(leave, always_call=True)  # recomputation may stop inside the module
+    for layer in layers:
+        for name, child in layer.named_modules():
+            if name.rpartition(".")[2] in _KEPT_MODULES:
+                child.forward = _noted(child, running)  # a hook has a number, and is compiled anew for each
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        kept = operation in _ATTENTION or (bool(running) and operation in _MATMULS)
+        kept = operation in attention or (operation in _MATMULS and (bool(running) or _is_compiled_into_kept_module()))
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return functools.partial(create_selective_checkpoint_contexts, policy)
+
+
+def _noted(module: nn.Module, running: list[nn.Module]) -> Callable[..., Any]:
+    """A module's forward that is in a list while it runs."""
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        running.append(module)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            running.pop()  # recomputation may stop inside of the module
+
+    return noted
+
+
+def _is_compiled_into_kept_module() -> bool:
+    """Whether the operator that is being compiled belongs to one of ``_KEPT_MODULES``."""
+    modules = traceback.get_current_meta().get("nn_module_stack") or {}
+    return any(path.rpartition(".")[2] in _KEPT_MODULES for path, _ in modules.values())

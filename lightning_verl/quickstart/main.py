@@ -104,7 +104,7 @@ def run_quickstart(config: Quickstart, resume: bool = False) -> tuple[float, flo
     latest = _starting_point(config, resume)
     fabric = Fabric(
         accelerator="cpu",
-        strategy=HybridStrategy(),
+        strategy=HybridStrategy(compile_layers=False),  # compiling would take longer than training
         loggers=[CSVLogger(config.output, name="logs", flush_logs_every_n_steps=1)],
         callbacks=[Throughput(), ProgressBar(), ProgressLines(), Checkpoint(config.checkpoints, every_n_steps=20)],
     )

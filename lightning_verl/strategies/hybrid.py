@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies import ModelParallelStrategy
-from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.types import _PATH
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
@@ -22,9 +21,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_verl.models.compat import check_versions
-from lightning_verl.parallel.checkpointing import ActivationCheckpointing, apply_activation_checkpointing
+from lightning_verl.parallel.checkpointing import ActivationCheckpointing
 from lightning_verl.parallel.expert import ExpertAxes, check_experts, cut_experts, shard_experts
-from lightning_verl.parallel.fsdp import apply_fsdp, no_gradient_sync, reshard
+from lightning_verl.parallel.fsdp import apply_fsdp, reshard
+from lightning_verl.parallel.layers import prepare_layers
 from lightning_verl.parallel.tensor import apply_tensor_parallel, models_to_cut
 from lightning_verl.resharding.buckets import BUCKET_BYTES
 from lightning_verl.resharding.executor import ReshardReport
@@ -32,6 +32,7 @@ from lightning_verl.resharding.layouts import mesh_of
 from lightning_verl.strategies import checkpoint
 from lightning_verl.strategies.clipping import clip_by_true_norm
 from lightning_verl.strategies.experts import expert_axes
+from lightning_verl.strategies.gradient_sync import SyncControl
 from lightning_verl.strategies.groups import DEFAULT_TIMEOUT, GroupRegistry, leave_groups_at_exit, operations_of
 from lightning_verl.strategies.hosted import check_hosted, host_policy, warn_of_link
 from lightning_verl.strategies.layout import ROLES, RoleLayout, check_config, check_names, is_trainable, resolve_layouts
@@ -40,14 +41,6 @@ from lightning_verl.strategies.offload import OffloadReport
 from lightning_verl.strategies.precision import HybridPrecision
 from lightning_verl.strategies.rollouts import Rollouts
 from lightning_verl.strategies.watchdog import NCCLMonitor, PhaseBoard
-
-
-class _SyncControl(_BackwardSyncControl):
-    """Lightning's own leaves gradient synchronisation off after ``no_backward_sync(enabled=False)``."""
-
-    @override
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        return no_gradient_sync(module, enabled)
 
 
 class HybridStrategy(ModelParallelStrategy):
@@ -69,6 +62,7 @@ class HybridStrategy(ModelParallelStrategy):
             flight.
         activation_checkpointing: ``"selective"``, ``"full"``, a list of module-name suffixes or None; a role's own
             wins.
+        compile_layers: Whether decoder layers run compiled while they train and score; None: on CUDA.
         defer_gradient_sync: Over an accumulated mini-batch, reduce gradients once at its end instead of in every
             micro-batch. It saves traffic and costs one whole fp32 copy of the gradients.
         offload_parameters: Keep parameters, gradients and optimizer states of all roles in host memory (CUDA only);
@@ -90,6 +84,7 @@ class HybridStrategy(ModelParallelStrategy):
         enable_3d_hybrid: bool = True,
         reshard_bucket_bytes: int = BUCKET_BYTES,
         activation_checkpointing: ActivationCheckpointing = None,
+        compile_layers: bool | None = None,
         defer_gradient_sync: bool = False,
         offload_parameters: bool = False,
         timeout: timedelta = DEFAULT_TIMEOUT,
@@ -102,6 +97,7 @@ class HybridStrategy(ModelParallelStrategy):
         self.mesh = None if mesh_shape is None else DeviceMesh.of(mesh_shape)
         self.timeout = timeout
         self.activation_checkpointing = activation_checkpointing
+        self.compile_layers = compile_layers
         self.defer_gradient_sync = defer_gradient_sync
         self.offload_parameters = offload_parameters
         self._host_policy: OffloadPolicy | None = None
@@ -118,7 +114,7 @@ class HybridStrategy(ModelParallelStrategy):
         self._rollouts = Rollouts(self, offload=bool(self._engine_config.get("offload_to_cpu")))
         self._role_of_parameter: dict[int, str] = {}
         self._versions: dict[str, int] = {}
-        self._backward_sync_control = _SyncControl()
+        self._backward_sync_control = SyncControl()
         self._board = PhaseBoard(self)
         self._monitor: NCCLMonitor | None = None
 
@@ -331,16 +327,17 @@ class HybridStrategy(ModelParallelStrategy):
         module.to(self.root_device)
         if role == "actor" and self.enable_3d_hybrid:
             self._rollouts.prepare(module)
-        mode = getattr(module, "activation_checkpointing", None)
+        compiles = self.root_device.type == "cuda" if self.compile_layers is None else self.compile_layers
+        mode = getattr(module, "activation_checkpointing", None) or self.activation_checkpointing
         if not dist.is_initialized():
-            apply_activation_checkpointing(module, mode or self.activation_checkpointing)
+            prepare_layers(module, mode, compiles)
             return
         mesh, reduce = self.role_mesh(role), self._groups.get(layout, "reduce")
         self._copy_from_first_rank(module, role)
         for model in models:
             apply_tensor_parallel(model, mesh[f"{role}_tensor"])
         cut_experts(module, self._expert_axes[role])
-        apply_activation_checkpointing(module, mode or self.activation_checkpointing)
+        prepare_layers(module, mode, compiles)
         cut = layout.data_size > 1 or self.hybrid_precision.needs_policy or self._host_policy is not None
         if cut and reduce is not None:
             axes = (f"{role}_replicate", f"{role}_shard") if layout.replicas > 1 else (f"{role}_shard",)

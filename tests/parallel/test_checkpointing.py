@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_verl.parallel.checkpointing import apply_activation_checkpointing
+from lightning_verl.parallel import checkpointing
+from lightning_verl.parallel.checkpointing import apply_activation_checkpointing, attention_operators
 from lightning_verl.testing import tiny_model
 
 IDS = torch.arange(3, 35).view(2, 16)
@@ -56,6 +58,46 @@ def test_outside_of_autograd_the_module_runs_as_before() -> None:
         expected = tiny_model("qwen3").generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0)
         actual = model.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert torch.equal(actual, expected)
+
+
+def test_attention_by_every_kernel_is_kept() -> None:
+    """That over sequences of unequal length too, under the name that torch 2.11 to 2.13 give it, and our own."""
+    import torch.nn.attention.varlen  # registers it
+
+    assert {str(operator) for operator in attention_operators()} == {
+        "aten._scaled_dot_product_flash_attention.default",
+        "aten._scaled_dot_product_flash_attention_for_cpu.default",
+        "aten._scaled_dot_product_efficient_attention.default",
+        "aten._scaled_dot_product_cudnn_attention.default",
+        "torch_attn._varlen_attn.default",
+        "lightning_verl.block_attention.default",
+    }
+    assert torch.ops.torch_attn._varlen_attn.default in attention_operators()
+
+
+def test_the_output_of_attention_is_kept_and_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert attention_runs() == 2  # one a layer
+    monkeypatch.setattr(checkpointing, "attention_operators", frozenset)
+    assert attention_runs() == 4
+
+
+def attention_runs() -> int:
+    """How often attention runs in a forward and a backward pass with ``"selective"``."""
+    model = tiny_model("qwen3").train()
+    apply_activation_checkpointing(model, "selective")
+    with Counter() as counter:
+        model(input_ids=IDS, use_cache=False).logits.sum().backward()
+    return counter.runs
+
+
+class Counter(TorchDispatchMode):
+    """Counts runs of attention on a CPU."""
+
+    runs = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.runs += function is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        return function(*args, **(kwargs or {}))
 
 
 def test_wrong_modes_are_refused() -> None:

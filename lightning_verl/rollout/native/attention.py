@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from lightning_verl.models.attention import attend, attention_named, unknown_inputs
+from lightning_verl.models.attention import attention_named, unknown_inputs
+from lightning_verl.models.block_attention import attend
 from lightning_verl.rollout.native.cache import as_bytes
 
 NAME = "lightning_verl_paged"

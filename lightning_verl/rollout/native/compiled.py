@@ -28,14 +28,18 @@ class CompiledLayers:
 
     @contextmanager
     def enabled(self) -> Iterator[None]:
-        """Let calls of the layers run what was compiled."""
+        """Let calls of the layers run what was compiled; what training compiled or recomputes waits meanwhile."""
+        before: list[tuple[Any, Any, Any]] = []
         try:
             for layer, compiled in self._compiled:
+                before.append((layer, layer._compiled_call_impl, vars(layer).pop("forward", None)))
                 layer._compiled_call_impl = compiled
             yield
         finally:
-            for layer, _ in self._compiled:
-                layer._compiled_call_impl = None
+            for layer, compiled, forward in before:
+                layer._compiled_call_impl = compiled
+                if forward is not None:
+                    layer.forward = forward
 
 
 def _backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -1,0 +1,77 @@
+"""Decoder layers compiled in place: one compilation serves all layers of a role, and micro-batches of all lengths."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_verl.parallel.expert import expert_modules
+from lightning_verl.parallel.structure import decoder_layers
+
+BACKEND: Any = "inductor"
+"""What compiles."""
+
+_log = logging.getLogger(__name__)
+
+
+def compile_layers(module: nn.Module, backend: Any = None) -> bool:
+    """Have the decoder layers of a role run compiled, in place: names of parameters and modules stay.
+
+    To be called before FSDP2 cuts the layers, whose hooks then run around what is compiled, and after activation
+    checkpointing is in place, which is compiled along: what a layer recomputes is part of its backward graph. A layer
+    that torch cannot compile as a whole is compiled in parts.
+
+    Args:
+        module: The role.
+        backend: torch's name of what compiles, or a function; None: ``BACKEND``.
+
+    Returns:
+        Whether the layers run compiled. Where not, a logged line says why.
+    """
+    layers = decoder_layers(module)
+    if problem := _problem(module, layers):
+        _log.warning("%s: its decoder layers are not compiled: %s.", type(module).__name__, problem)
+        return False
+    learning, scoring = (_compiled(backend or BACKEND) for _ in range(2))
+    for layer in layers:
+        layer.forward = _runner(layer.forward, learning, scoring)
+    return True
+
+
+def _problem(module: nn.Module, layers: list[nn.Module]) -> str | None:
+    if not layers:
+        return "none were found"
+    if expert_modules(module):
+        return "experts take as many tokens as the router sends them, which a compiled layer would have to wait for"
+    if any(isinstance(parameter, DTensor) for layer in layers for parameter in layer.parameters()):
+        return "their matrices are cut over a tensor axis, and torch cannot compile DTensors of changing size"
+    return None
+
+
+def _compiled(backend: Any) -> Callable[..., Any]:
+    """A compiled function that runs a layer.
+
+    torch counts compilations by code object, and gives up on one that had 8 of them. Each role has code of its own, so
+    that roles do not use up each other's.
+    """
+    function = FunctionType(_run.__code__.replace(), _run.__globals__)
+    return torch.compile(function, backend=backend, dynamic=True)
+
+
+def _run(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return forward(*args, **kwargs)
+
+
+def _runner(
+    forward: Callable[..., Any], learning: Callable[..., Any], scoring: Callable[..., Any]
+) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return (learning if torch.is_grad_enabled() else scoring)(forward, args, kwargs)
+
+    return run
