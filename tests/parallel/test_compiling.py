@@ -280,3 +280,30 @@ def test_matrices_on_a_tensor_axis_are_not_compiled() -> None:
     for problem in run_ranks(problem_on_a_tensor_axis, 2):
         assert problem is not None
         assert "torch cannot compile DTensors of changing size" in problem
+
+
+def test_the_product_of_a_gated_mlp_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an MLP its two halves are kept; torch alone would keep their activation or product too."""
+
+    def kept(backend: Any) -> int:
+        torch._dynamo.reset()
+        actor = make_actor()
+        compile_layers(actor, backend)
+        weights = {parameter.untyped_storage().data_ptr() for parameter in actor.parameters()}
+        places: set[int] = set()
+
+        def note(tensor: Tensor) -> Tensor:
+            if tensor.shape[-1] == actor.model.config.intermediate_size:
+                places.add(tensor.untyped_storage().data_ptr())
+            return tensor
+
+        with saved_tensors_hooks(note, lambda tensor: tensor):
+            hidden = actor.model.base_model(input_ids=IDS, use_cache=False).last_hidden_state
+        hidden.sum().backward()
+        return len(places - weights)
+
+    partitioned = "aot_eager_decomp_partition"  # divides as inductor does, and compiles nothing
+    layers = len(decoder_layers(make_actor()))
+    assert kept(partitioned) == 3 * layers
+    monkeypatch.setattr(compiling, "lookup_backend", lambda name: lookup_backend(partitioned))
+    assert kept(compiling.inductor) == 2 * layers
