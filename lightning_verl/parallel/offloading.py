@@ -26,7 +26,7 @@ LEAST_BYTES = 2**20
 """Smaller tensors stay: a copy of them costs more to start than to make."""
 
 
-def offload_activations(module: nn.Module, least_bytes: int = LEAST_BYTES) -> None:
+def offload_activations(module: nn.Module, least_bytes: int | None = None) -> None:
     """Have the decoder layers of a role keep large activations in host memory, in place.
 
     To be called after checkpointing is in place and layers are compiled: what goes to the host is what they then keep.
@@ -35,7 +35,7 @@ def offload_activations(module: nn.Module, least_bytes: int = LEAST_BYTES) -> No
 
     Args:
         module: The role.
-        least_bytes: Smaller tensors stay.
+        least_bytes: Smaller tensors stay; None: ``LEAST_BYTES``.
 
     Raises:
         ValueError: A role whose decoder layers cannot be found.
@@ -45,7 +45,7 @@ def offload_activations(module: nn.Module, least_bytes: int = LEAST_BYTES) -> No
         raise ValueError(
             f"activation_offload=True: {type(module).__name__} has no decoder layers that could be found; leave it out."
         )
-    host = _Host(least_bytes)
+    host = _Host(LEAST_BYTES if least_bytes is None else least_bytes)
     for number, layer in enumerate(layers):
         layer.forward = _offloaded(layer, host, first=number == 0)
 
@@ -80,8 +80,10 @@ class _Page:
     """That of the layer before it, whose backward pass comes next."""
     device: torch.device
     """Where it comes from."""
-    copies: dict[tuple[int, torch.dtype], _Copy] = field(default_factory=dict)
-    """By the address of their memory, while the layer runs."""
+    copies: list[_Copy] = field(default_factory=list)
+    """In the order in which they were begun."""
+    begun: dict[tuple[int, torch.dtype], _Copy] = field(default_factory=dict)
+    """The same by the address of the memory on the device, while the layer runs."""
     waiting: list[Tensor] = field(default_factory=list)
     """Kept on the device until the copies are made."""
     made: torch.cuda.Event | None = None
@@ -119,10 +121,7 @@ class _Host:
         """The layer has run: its copies were all begun."""
         if self._stream is not None and page.waiting:
             page.made = self._stream.record_event()
-        kept = list(page.copies.values())
-        page.copies = {
-            (number, copy.host.dtype): copy for number, copy in enumerate(kept)
-        }  # addresses mean nothing now
+        page.begun.clear()
         self._leaving.append(page)
 
     def finish(self) -> None:
@@ -139,10 +138,11 @@ class _Host:
         address, size = memory.data_ptr(), memory.nbytes() // tensor.element_size()
         if memory.nbytes() < self._least_bytes or address in stays or 2 * tensor.numel() < size:
             return tensor
-        copy = page.copies.get((address, tensor.dtype))
+        copy = page.begun.get((address, tensor.dtype))
         if copy is None:
             flat = tensor.detach().as_strided((size,), (1,), 0)
-            copy = page.copies[address, tensor.dtype] = _Copy(self._to_host(flat))
+            copy = page.begun[address, tensor.dtype] = _Copy(self._to_host(flat))
+            page.copies.append(copy)
             page.waiting.append(flat)
         copy.uses += 1
         return _Packed(page, copy, (tensor.shape, tensor.stride(), int(tensor.storage_offset())))
@@ -189,13 +189,13 @@ class _Host:
             return
         self._catch_up()
         page.fetched, self._ahead = True, page
-        copies, stream = list(page.copies.values()), self._stream
+        stream = self._stream
         # Memory is taken on the stream that computes, and is free for the copies once that stream has come this far.
-        targets = [torch.empty_like(copy.host, device=page.device) for copy in copies]
+        targets = [torch.empty_like(copy.host, device=page.device) for copy in page.copies]
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(page.device))
         with nullcontext() if stream is None else torch.cuda.stream(stream):
-            for copy, target in zip(copies, targets, strict=True):
+            for copy, target in zip(page.copies, targets, strict=True):
                 copy.device = target.copy_(copy.host, non_blocking=True)
         if stream is not None:
             page.back = stream.record_event()
@@ -216,10 +216,11 @@ def _offloaded(layer: nn.Module, host: _Host, first: bool) -> Callable[..., Any]
             return forward(*args, **kwargs)
         stays = _addresses([*layer.parameters(), *tree_leaves(kwargs)])
         page = host.open(next(layer.parameters()).device, first)
-        with saved_tensors_hooks(functools.partial(host.pack, page, stays), host.unpack):
-            output = forward(*args, **kwargs)
-        host.close(page)
-        return output
+        try:
+            with saved_tensors_hooks(functools.partial(host.pack, page, stays), host.unpack):
+                return forward(*args, **kwargs)
+        finally:
+            host.close(page)
 
     return offloaded
 
