@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_verl.parallel.structure import decoder_layers
-from lightning_verl.resharding.layouts import local_part
 
 LEAST_BYTES = 2**20
 """Smaller tensors stay: a copy of them costs more to start than to make."""
@@ -227,5 +227,7 @@ def _offloaded(layer: nn.Module, host: _Host, first: bool) -> Callable[..., Any]
 
 def _addresses(values: list[Any]) -> set[int]:
     """Where the memory of the tensors among some values begins."""
-    tensors = [local_part(value) for value in values if isinstance(value, Tensor)]
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    with torch.no_grad():
+        parts = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return {part.untyped_storage().data_ptr() for part in parts}
