@@ -154,6 +154,8 @@ class StrategyConfig:
     """Sizes of single roles, such as ``{actor: {dp: 2, tp: 2}}``."""
     hybrid_engine_config: dict[str, Any] = field(default_factory=dict)
     """How the actor is rolled out, such as ``{rollout_tp: 2}``."""
+    activation_offload: bool = False
+    """Hold what decoder layers keep for their backward pass in host memory until then."""
     compile_layers: bool | None = None
     """Whether decoder layers run compiled while they train and score; None: on CUDA."""
 
@@ -379,6 +381,7 @@ def make_fabric(config: TrainConfig) -> Fabric:
         layouts.mesh_shape,
         layouts.parallelism_config,
         layouts.hybrid_engine_config,
+        activation_offload=layouts.activation_offload,
         compile_layers=layouts.compile_layers,
     )
     return Fabric(

@@ -16,7 +16,7 @@ from lightning_verl.algorithms.base import Algorithm
 from lightning_verl.data.experience import Experience, RolloutBatch
 from lightning_verl.data.microbatches import Packing
 from lightning_verl.data.sharding import split
-from lightning_verl.parallel import compiling
+from lightning_verl.parallel import compiling, offloading
 from lightning_verl.testing import run_ranks, tiny_model
 
 GROUPS, SAMPLES, WIDTH, RESPONSE = 5, 2, 14, 6
@@ -223,6 +223,20 @@ def test_compiled_layers_change_nothing(alone: Any, options: Any) -> None:
     for made, graphs in run_ranks(compiled_updates, 2, {}, None, cases, **options):
         assert_equal_updates(made, expected_for(alone, cases))
         assert 3 <= graphs <= 6  # the actor with and without gradients, the reference
+
+
+def offloaded_updates(*args: Any, **options: Any) -> list[tuple[Steps, dict[str, float]]]:
+    """``updates`` with activations in host memory, small ones too."""
+    offloading.LEAST_BYTES = 256
+    return updates(*args, activation_offload=True, **options)
+
+
+@pytest.mark.parametrize("mesh", [None, (1, 2, 1, 1)], ids=["data2", "tensor2"])
+@pytest.mark.parametrize("mode", [None, "full"], ids=str)
+def test_activations_in_host_memory_change_nothing(alone: Any, mesh: Any, mode: Any) -> None:
+    cases = [("qwen3", "grpo", TWO_CUTS)]
+    for made in run_ranks(offloaded_updates, 2, {}, mesh, cases, activation_checkpointing=mode):
+        assert_equal_updates(made, expected_for(alone, cases))
 
 
 LORA = {

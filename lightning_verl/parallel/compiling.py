@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from types import FunctionType
@@ -12,6 +13,7 @@ from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._functorch import config
 from torch.distributed.tensor import DTensor
+from transformers import Cache
 
 from lightning_verl.parallel.expert import expert_modules
 from lightning_verl.parallel.structure import decoder_layers
@@ -38,7 +40,8 @@ def compile_layers(module: nn.Module, backend: Any = None) -> bool:
 
     To be called before FSDP2 cuts the layers, whose hooks then run around what is compiled, and after activation
     checkpointing is in place, which is compiled along: what a layer recomputes is part of its backward graph. A layer
-    that torch cannot compile as a whole is compiled in parts.
+    that torch cannot compile as a whole is compiled in parts; one that is given a cache, as in a rollout, runs as it is
+    written.
 
     Args:
         module: The role.
@@ -84,7 +87,10 @@ def _run(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 def _runner(
     forward: Callable[..., Any], learning: Callable[..., Any], scoring: Callable[..., Any]
 ) -> Callable[..., Any]:
+    @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
+            return forward(*args, **kwargs)  # each layer writes to a place of its own: it would be compiled anew
         return (learning if torch.is_grad_enabled() else scoring)(forward, args, kwargs)
 
     return run

@@ -62,6 +62,7 @@ class HybridStrategy(ModelParallelStrategy):
             flight.
         activation_checkpointing: ``"selective"``, ``"full"``, a list of module-name suffixes or None; a role's own
             wins.
+        activation_offload: Hold what decoder layers keep for their backward pass in host memory until then.
         compile_layers: Whether decoder layers run compiled while they train and score; None: on CUDA.
         defer_gradient_sync: Over an accumulated mini-batch, reduce gradients once at its end instead of in every
             micro-batch. It saves traffic and costs one whole fp32 copy of the gradients.
@@ -84,6 +85,7 @@ class HybridStrategy(ModelParallelStrategy):
         enable_3d_hybrid: bool = True,
         reshard_bucket_bytes: int = BUCKET_BYTES,
         activation_checkpointing: ActivationCheckpointing = None,
+        activation_offload: bool = False,
         compile_layers: bool | None = None,
         defer_gradient_sync: bool = False,
         offload_parameters: bool = False,
@@ -97,6 +99,7 @@ class HybridStrategy(ModelParallelStrategy):
         self.mesh = None if mesh_shape is None else DeviceMesh.of(mesh_shape)
         self.timeout = timeout
         self.activation_checkpointing = activation_checkpointing
+        self.activation_offload = activation_offload
         self.compile_layers = compile_layers
         self.defer_gradient_sync = defer_gradient_sync
         self.offload_parameters = offload_parameters
@@ -330,14 +333,14 @@ class HybridStrategy(ModelParallelStrategy):
         compiles = self.root_device.type == "cuda" if self.compile_layers is None else self.compile_layers
         mode = getattr(module, "activation_checkpointing", None) or self.activation_checkpointing
         if not dist.is_initialized():
-            prepare_layers(module, mode, compiles)
+            prepare_layers(module, mode, compiles, self.activation_offload)
             return
         mesh, reduce = self.role_mesh(role), self._groups.get(layout, "reduce")
         self._copy_from_first_rank(module, role)
         for model in models:
             apply_tensor_parallel(model, mesh[f"{role}_tensor"])
         cut_experts(module, self._expert_axes[role])
-        prepare_layers(module, mode, compiles)
+        prepare_layers(module, mode, compiles, self.activation_offload)
         cut = layout.data_size > 1 or self.hybrid_precision.needs_policy or self._host_policy is not None
         if cut and reduce is not None:
             axes = (f"{role}_replicate", f"{role}_shard") if layout.replicas > 1 else (f"{role}_shard",)

@@ -10,6 +10,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_verl.data.packed_rows import PackedRows
+from lightning_verl.data.packing import RowSize
+from lightning_verl.models import attention
+from lightning_verl.models.heads import packed_states
 from lightning_verl.parallel import checkpointing
 from lightning_verl.parallel.checkpointing import apply_activation_checkpointing, attention_operators
 from lightning_verl.testing import tiny_model
@@ -81,22 +85,40 @@ def test_the_output_of_attention_is_kept_and_not_computed_again(monkeypatch: pyt
     assert attention_runs() == 4
 
 
-def attention_runs() -> int:
+def test_the_output_of_the_kernel_for_unequal_lengths_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On torch's meta device, which has no numbers but the same operators."""
+    monkeypatch.setattr(attention, "_has_kernel", lambda query: True)
+    assert attention_runs("meta") == 2
+    monkeypatch.setattr(checkpointing, "attention_operators", frozenset)
+    assert attention_runs("meta") == 4
+
+
+def attention_runs(device: str = "cpu") -> int:
     """How often attention runs in a forward and a backward pass with ``"selective"``."""
-    model = tiny_model("qwen3").train()
+    model: Any = tiny_model("qwen3").to(device).train()
     apply_activation_checkpointing(model, "selective")
-    with Counter() as counter:
-        model(input_ids=IDS, use_cache=False).logits.sum().backward()
+    if device == "cpu":
+        with Counter() as counter:
+            model(input_ids=IDS, use_cache=False).logits.sum().backward()
+        return counter.runs
+    rows = PackedRows.of([RowSize(3, 5, row) for row in range(2)], 8)
+    sequence = attention.PackedSequence(torch.ones(2, 8, dtype=torch.int64, device=device), rows.to(model.device))
+    with attention.attention_named(model, attention.NAME), Counter() as counter:
+        packed_states(model, sequence).sum().backward()
     return counter.runs
 
 
 class Counter(TorchDispatchMode):
-    """Counts runs of attention on a CPU."""
+    """Counts runs of attention."""
 
     runs = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.runs += function is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        name = str(function)
+        self.runs += name in (
+            "aten._scaled_dot_product_flash_attention_for_cpu.default",
+            "torch_attn._varlen_attn.default",
+        )
         return function(*args, **(kwargs or {}))
 
 

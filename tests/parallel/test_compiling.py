@@ -268,6 +268,14 @@ def test_a_rollout_leaves_compiled_layers_as_they_were(monkeypatch: pytest.Monke
     assert [layer.forward for layer in model.model.layers] == forwards
 
 
+def test_layers_with_a_cache_are_not_compiled() -> None:
+    model, compiler = tiny_model("qwen3"), Compiler("eager")
+    expected = model.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    compile_layers(model, compiler)
+    assert torch.equal(model.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0), expected)
+    assert compiler.runs == 0
+
+
 def problem_on_a_tensor_axis() -> str | None:
     dist.init_process_group("gloo")
     model = tiny_model("llama")
