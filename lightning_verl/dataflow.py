@@ -20,7 +20,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -45,10 +44,10 @@ from lightning_verl.rewards.scores import join_scores
 from lightning_verl.roles.adapter import AdapterReference
 from lightning_verl.rollout.batch import AnsweredPrompts, demonstrations, join_rollouts, no_rollouts
 from lightning_verl.rollout.sampling import SamplingParams
+from lightning_verl.scoring import EarlyScoring, Scoring
 from lightning_verl.strategies.diagnosis import is_collective_failure
 from lightning_verl.strategies.dispatch import (
     Gate,
-    Receipt,
     RowExchange,
     gather_counts,
     share_from_first_tensor_rank,
@@ -56,24 +55,6 @@ from lightning_verl.strategies.dispatch import (
 from lightning_verl.strategies.hybrid import HybridStrategy
 from lightning_verl.strategies.layout import ROLES, is_trainable
 from lightning_verl.strategies.watchdog import watched
-
-
-@dataclass
-class Scoring:
-    """A batch that the reward role scores, or has scored, see ``HybridDataFlow.start_scoring``."""
-
-    batch: RolloutBatch
-    """This rank's rows."""
-    role: str
-    """The role in whose layout they are scored: the reward's, or the actor's where functions run beside it."""
-    receipt: Receipt
-    """How the scores come back."""
-    scores: Scores | None = None
-    """What this rank scored."""
-    error: Exception | None = None
-    """What went wrong meanwhile."""
-    seconds: float = 0.0
-    """How long it took."""
 
 
 class HybridDataFlow:
@@ -176,6 +157,7 @@ class HybridDataFlow:
                 self._wrapped[role] = fabric.setup_module(self.modules[role])
         self.metrics = StepMetrics(fabric.device)
         self.gate = Gate(fabric.strategy)
+        self._early = EarlyScoring(fabric.strategy, self.modules)
         self._budget = MicroBatchBudget(fabric.strategy, self.modules, self.optimizers)
         self._exchange = RowExchange(fabric.strategy, [("actor", role) for role in (*ROLES, "rollout")])
         actor = self.modules["actor"]
@@ -261,9 +243,20 @@ class HybridDataFlow:
         rows, receipt = self._exchange.there(prompts, "actor", "rollout")
         with self.strategy.rollout(self.modules["actor"]) as engine:
             self._record_resharding()
-            answered = AnsweredPrompts.of(engine.generate(rows, sampling, step=step), sampling)
+            watch = self._early.watch(engine, rows, sampling.n, self.tokenizer, self.skip_special_tokens)
+            options = {} if watch is None else {"watch": watch}
+            answered = AnsweredPrompts.of(engine.generate(rows, sampling, step=step, **options), sampling)
         rollouts = self._exchange.back(answered, receipt, "actor", "rollout").rollouts(sampling)
-        return join_rollouts(prompts, rollouts, self.tokenizer, sampling, self.skip_special_tokens)
+        texts = None if watch is None else watch.texts
+        return join_rollouts(prompts, rollouts, self.tokenizer, sampling, self.skip_special_tokens, texts)
+
+    def scoring_meanwhile(self) -> AbstractContextManager[None]:
+        """Let reward functions run on samples that have ended while the rollouts in this context go on.
+
+        For rollouts that are scored afterwards. Where the engine reports samples (the native one), on ranks that score
+        the rows that they sample; ``RewardFunction(during_rollout=False)`` does not take part. Rewards are the same.
+        """
+        return self._early.open()
 
     def demonstrations(self, prompts: PromptBatch, field: str) -> RolloutBatch:
         """Take responses from a field of the data instead of sampling them."""

@@ -19,9 +19,10 @@ from lightning_verl.algorithms.base import Algorithm
 from lightning_verl.data.experience import Experience, PromptBatch, RolloutBatch
 from lightning_verl.data.prompts import AsyncRolloutDataset
 from lightning_verl.data.sharding import local_minibatch_sizes, rollout_rows
-from lightning_verl.dataflow import HybridDataFlow, Scoring
+from lightning_verl.dataflow import HybridDataFlow
 from lightning_verl.rollout.sampling import SamplingParams
 from lightning_verl.schedule import check_schedule, learning_rate_scale
+from lightning_verl.scoring import Scoring
 from lightning_verl.strategies.diagnosis import IDLE_WINDOW, StepTimes, advise_ratio
 
 OldLogprobs = Literal["auto", "recompute", "rollout"]
@@ -241,7 +242,8 @@ class RLTrainer:
         """Let the algorithm collect sequences; a rank that cannot tells the others, so that none waits for it."""
         batch, error = None, None
         try:
-            batch = self.algorithm.collect(self.dataflow, prompts, self.sampling, self.global_step)
+            with self.dataflow.scoring_meanwhile():
+                batch = self.algorithm.collect(self.dataflow, prompts, self.sampling, self.global_step)
         except Exception as problem:  # raised again by the gate, on every rank
             error = problem
         waited = self.dataflow.gate.meet("the rollout phase", error)

@@ -76,6 +76,12 @@ def make_algorithm(name: str) -> Algorithm:
     return GRPO(kl=0.05) if name == "grpo" else SFT()
 
 
+def make_model(family: str, seed: int = 0) -> Any:
+    """A model of a family, or of a family and a size of the vocabulary: ``"qwen2/131"``."""
+    family, _, vocabulary = family.partition("/")
+    return tiny_model(family, seed=seed, vocab_size=int(vocabulary or 128))  # type: ignore[arg-type]
+
+
 def one_update(
     family: str,
     algorithm: Algorithm,
@@ -88,10 +94,10 @@ def one_update(
     fabric = Fabric(accelerator="cpu", strategy=strategy)
     fabric.launch()
     torch.manual_seed(11)  # adapters are drawn from the global state
-    actor = SGDActor(tiny_model(family), **options)
-    critic = SGDCritic(tiny_model(family, seed=1))
+    actor = SGDActor(make_model(family), **options)
+    critic = SGDCritic(make_model(family, seed=1))
     torch.nn.init.normal_(critic.value_head.weight, std=0.1, generator=torch.Generator().manual_seed(5))
-    reference = Reference(tiny_model(family, seed=2))
+    reference = Reference(make_model(family, seed=2))
     flow = HybridDataFlow(
         actor, critic, None, reference, max_tokens_per_micro_batch=budget, packing=packing, max_grad_norm=1e9
     )
@@ -237,6 +243,18 @@ def test_activations_in_host_memory_change_nothing(alone: Any, mesh: Any, mode: 
     cases = [("qwen3", "grpo", TWO_CUTS)]
     for made in run_ranks(offloaded_updates, 2, {}, mesh, cases, activation_checkpointing=mode):
         assert_equal_updates(made, expected_for(alone, cases))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "options"),
+    [(2, (1, 2, 1, 1), {"enable_3d_hybrid": False}), (4, (2, 2, 1, 1), {"defer_gradient_sync": True})],
+    ids=["tensor2", "data2xtensor2"],
+)
+def test_a_vocabulary_that_ranks_do_not_divide_changes_nothing(ranks: int, mesh: Any, options: Any) -> None:
+    cases = [("qwen2/131", "ppo", TWO_CUTS), ("qwen3/131", "grpo", TWO_CUTS), ("gemma", "grpo", EVERYTHING)]
+    expected = updates({}, None, cases)
+    for made in run_ranks(updates, ranks, {}, mesh, cases, **options):
+        assert_equal_updates(made, expected)
 
 
 LORA = {

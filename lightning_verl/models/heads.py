@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from lightning_verl.models.attention import PackedSequence
@@ -41,17 +44,19 @@ def packed_states(model: PreTrainedModel, sequence: PackedSequence) -> Tensor:
     return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
 
-def output_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+def output_logits(model: PreTrainedModel, hidden: Tensor, *, own_part: bool = False) -> Tensor:
     """The logits of hidden states, with the scaling or capping that some families put behind the head.
 
     Args:
         model: A model with a language-model head.
         hidden: ``[..., H]``.
+        own_part: Of the tokens that this rank holds only, where a tensor axis cuts the head along the vocabulary.
 
     Returns:
-        ``[..., V]``.
+        ``[..., V]``, or ``[..., tokens of this rank]``.
     """
-    logits: Tensor = model.get_output_embeddings()(hidden)
+    head = model.get_output_embeddings()
+    logits: Tensor = _own_logits(head, hidden) if own_part else head(hidden)
     config = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None)  # Cohere multiplies
     if scale is not None:
@@ -63,3 +68,8 @@ def output_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     if cap is not None:
         logits = cap * torch.tanh(logits / cap)
     return logits
+
+
+def _own_logits(head: Any, hidden: Tensor) -> Tensor:
+    bias = None if head.bias is None else head.bias.to_local()
+    return functional.linear(hidden, head.weight.to_local(), bias)

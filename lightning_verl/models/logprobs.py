@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_verl.models.fused_logprobs import TokenFigures
+
+if TYPE_CHECKING:
+    from lightning_verl.parallel.vocabulary import VocabularyShard
 
 Head = Tensor | Callable[[Tensor], Tensor]
 
@@ -61,6 +65,7 @@ def logprobs_from_hidden(
     *,
     chunk_size: int = 1024,
     with_entropy: bool = False,
+    shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probs (and entropies) straight from hidden states, without ever holding the logits of all tokens.
 
@@ -76,6 +81,8 @@ def logprobs_from_hidden(
         temperature: What the logits are divided by; 0 (greedy sampling) counts as 1.
         chunk_size: Tokens whose logits live at once.
         with_entropy: Also return the entropies.
+        shard: Which part of the vocabulary the head gives the logits of, where ranks share it out; all of them make
+            this call together, with equal hidden states and targets, and get equal results. None: all of it.
 
     Returns:
         Log-probs ``[...]``, and entropies ``[...]`` or None; float32 (float64 for float64 logits).
@@ -89,6 +96,8 @@ def logprobs_from_hidden(
 
     def score(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         logits = F.linear(hidden, head) if isinstance(head, Tensor) else head(hidden)
+        if shard is not None:
+            return shard.score(logits, targets, _divisor(temperature), with_entropy)
         if logits.is_cuda:
             logprobs, entropy = TokenFigures.apply(logits, targets, 1 / _divisor(temperature))  # type: ignore[no-untyped-call]
             return logprobs, entropy if with_entropy else None
@@ -101,6 +110,8 @@ def logprobs_from_hidden(
         scored: tuple[Tensor, Tensor | None] = checkpoint(score, hidden, targets, use_reentrant=False)
         return scored
 
+    if shard is not None:
+        hidden = shard.shared(hidden)
     # Empty input makes one empty chunk, which keeps the result connected to the graph.
     vectors = hidden.reshape(targets.numel(), hidden.shape[-1])
     chunks = zip(torch.split(vectors, chunk_size), torch.split(targets.flatten(), chunk_size), strict=True)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from lightning_verl.models.compat import all_gather_flat
 from lightning_verl.parallel.tensor import planned_styles
+from lightning_verl.parallel.vocabulary import vocabulary_ends
 
 
 @dataclass(frozen=True)
@@ -26,15 +27,13 @@ class RolloutCut:
 
     dim: int
     """The dim, of the weight as the model defines it."""
-    vocabulary: bool = False
-    """Whether it is the vocabulary, whose parts may lie on the ranks in an order of their own."""
 
 
 def rollout_cuts(model: PreTrainedModel) -> dict[str, RolloutCut]:
     """What a rollout over several tensor ranks cuts, by the names of parameters; what is not named stays whole.
 
-    Matrices follow the tensor-parallel plan in the model's config. Embedding and output head are cut along the
-    vocabulary where they are plain ``nn.Embedding`` and ``nn.Linear``.
+    Matrices follow the tensor-parallel plan in the model's config, embedding and output head are cut along the
+    vocabulary (``vocabulary_ends``).
 
     Args:
         model: A causal model without adapters.
@@ -46,9 +45,8 @@ def rollout_cuts(model: PreTrainedModel) -> dict[str, RolloutCut]:
         for key, dim in dims.get(style, {}).items():
             if getattr(module, key, None) is not None:
                 cuts[names[id(getattr(module, key))]] = RolloutCut(dim)
-    if _has_plain_vocabulary(model):
-        for end in (model.get_input_embeddings(), model.get_output_embeddings()):
-            cuts.update({names[id(p)]: RolloutCut(0, vocabulary=True) for p in end.parameters(recurse=False)})
+    for end in vocabulary_ends(model):
+        cuts.update({names[id(parameter)]: RolloutCut(0) for parameter in end.parameters(recurse=False)})
     return cuts
 
 
@@ -58,20 +56,14 @@ def cut_forwards(model: PreTrainedModel, group: dist.ProcessGroup, order: tuple[
     Args:
         model: The model, whole or on the meta device.
         group: The tensor ranks that share it.
-        order: For each rank of the group, which part of the vocabulary it holds.
+        order: For each rank of the group, which part of what is cut it holds.
     """
     for module, style in planned_styles(model):
         if style == "rowwise":
             module.forward = _RowWise(module, group)
-    if _has_plain_vocabulary(model):
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        embedding.forward = _Embedding(embedding, group, order)
-        head.forward = _Head(head, group, order, head.out_features)
-
-
-def _has_plain_vocabulary(model: PreTrainedModel) -> bool:
-    """Whether both ends are of the classes whose arithmetic is known here; a subclass may scale or bias."""
-    return type(model.get_input_embeddings()) is nn.Embedding and type(model.get_output_embeddings()) is nn.Linear
+    for end in vocabulary_ends(model):
+        of_tokens = isinstance(end, nn.Embedding)
+        end.forward = _Embedding(end, group, order) if of_tokens else _Head(end, group, order, end.out_features)
 
 
 class _RowWise:

@@ -1,8 +1,8 @@
 """Dense tensor parallelism from the plan data in transformers' configs, applied with torch's public styles.
 
 The plans are stable data; transformers' own functions that apply them change from release to release and untie the
-head. Embeddings and the output head stay whole on every rank: their inputs and gradients are equal there. Packed
-experts are not cut here but divided as wholes, by ``parallel.expert``.
+head. Embedding and output head are cut along the vocabulary, by ``parallel.vocabulary``. Packed experts are not cut
+here but divided as wholes, by ``parallel.expert``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from lightning_verl.parallel.collectives import SumGradient
 from lightning_verl.parallel.expert import expert_modules
+from lightning_verl.parallel.vocabulary import cut_vocabulary, vocabulary_ends
 
 _CUT_STYLES = ("colwise", "rowwise")
 _SUMMED_STYLE = "replicated_with_grad_allreduce"
@@ -97,6 +98,7 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> None:
                 parallelize_module(linear, mesh, ColwiseParallel() if style == "colwise" else RowwiseParallel())
         elif style == _SUMMED_STYLE:
             _sum_weight_gradient(module, mesh.get_group())
+    cut_vocabulary(model, mesh)
     if tied and head.weight is not embedding.weight:
         raise RuntimeError(f"{type(model).__name__}: tensor parallelism untied the output head from the embedding")
 
@@ -133,6 +135,8 @@ def cut_dims(model: PreTrainedModel) -> dict[nn.Parameter, int]:
             dims[linear.weight] = 0 if style == "colwise" else 1
             if linear.bias is not None and style == "colwise":
                 dims[linear.bias] = 0
+    for end in vocabulary_ends(model):
+        dims.update(dict.fromkeys(end.parameters(recurse=False), 0))
     return dims
 
 

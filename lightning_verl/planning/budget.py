@@ -9,7 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from lightning_verl.planning.memory import LOGIT_CHUNK, UPDATE_LOGIT_BYTES, activation_bytes
+from lightning_verl.parallel.vocabulary import vocabulary_ends
+from lightning_verl.planning.memory import LOGIT_CHUNK, activation_bytes, update_logit_bytes
 from lightning_verl.planning.model import Decoder, RoleModel
 from lightning_verl.resharding.layouts import local_part
 from lightning_verl.strategies.dispatch import gather_counts
@@ -67,6 +68,7 @@ class MicroBatchBudget:
             compute_bytes=self._strategy.hybrid_precision.compute_dtype.itemsize,
             checkpointing=mode,
             has_head=model.get_output_embeddings() is not None,
+            cuts_vocabulary=bool(vocabulary_ends(model)),
         )
 
 
@@ -78,7 +80,8 @@ def tokens_that_fit(model: RoleModel, tensor: int, free: int) -> int:
         tensor: Ranks of its tensor axis.
         free: Bytes.
     """
-    logits = LOGIT_CHUNK * model.decoder.vocabulary * (UPDATE_LOGIT_BYTES + model.compute_bytes) * model.has_head
+    bytes_each = update_logit_bytes(model.compute_bytes, tensor > 1 and model.cuts_vocabulary)
+    logits = LOGIT_CHUNK * model.tokens_on(tensor) * bytes_each * model.has_head
     tokens = (int(USED_SHARE * free) - logits) // sum(activation_bytes(model, tensor))
     return max(LEAST_TOKENS, min(MOST_TOKENS, tokens // 256 * 256))
 

@@ -43,6 +43,11 @@ UPDATE_LOGIT_BYTES = 16
 """Bytes for each logit of a chunk in its backward pass, entropy included, above the logit: four fp32 copies."""
 SCORE_LOGIT_BYTES = 4
 """The same without gradients: an fp32 copy, and another where logits are converted or divided by a temperature."""
+PART_LOGIT_BYTES = {"score": 8, "update": 12}
+"""The same where a tensor axis cuts the vocabulary: without gradients, and in the backward pass. In bf16 the latter has
+the logit's gradient beside it, without gradients it is the logit itself."""
+PREFILL_TOKENS = 8192
+"""Tokens of prompts that the native engine computes in one step on CUDA."""
 SAMPLE_BYTES = {
     "greedy": 12,
     "sampled": 24,
@@ -123,6 +128,18 @@ def activation_bytes(role: RoleModel, tensor: int) -> tuple[int, int]:
     return decoder.layers * kept_per_token(role, tensor) + outside, whole
 
 
+def update_logit_bytes(compute_bytes: int, is_part: bool) -> int:
+    """Bytes for each logit of a chunk in its backward pass.
+
+    Args:
+        compute_bytes: Bytes of a logit.
+        is_part: Whether a tensor axis cuts the vocabulary.
+    """
+    if is_part:
+        return PART_LOGIT_BYTES["update"] + (compute_bytes if compute_bytes < 4 else 0)
+    return UPDATE_LOGIT_BYTES + compute_bytes
+
+
 def running_per_token(decoder: Decoder, compute_bytes: int, tensor: int) -> int:
     """Bytes a position while a layer runs without gradients: ``c (4h + 3m)``."""
     return compute_bytes * (4 * decoder.hidden + 3 * -(-decoder.inner // tensor))
@@ -197,12 +214,14 @@ class RoleMemory:
             ),
         }
         if self.model.has_head:
-            logits = min(LOGIT_CHUNK, self.batch.scoring_responses) * decoder.vocabulary
-            copies = 1 if c == 4 and temperature in (0, 1) else 2
+            logits = min(LOGIT_CHUNK, self.batch.scoring_responses) * self._tokens
+            copied = SCORE_LOGIT_BYTES * (1 if c == 4 and temperature in (0, 1) else 2)
+            if self._is_part:
+                copied = PART_LOGIT_BYTES["score"]
             moments["head"] = (
                 self._item("gathered units", c * (self._root + buffers * self._layer)),
-                self._item("activations", tokens * 2 * c * decoder.hidden),
-                self._item("logits", logits * (copies * SCORE_LOGIT_BYTES + c)),
+                self._item("activations", self.batch.scoring_responses * 2 * c * decoder.hidden),
+                self._item("logits", logits * (copied + c)),
             )
         return moments
 
@@ -239,12 +258,12 @@ class RoleMemory:
             moments["optimizer step"] = (gradients, self._item("AdamW's temporaries", self._moments_in_fp32))
         if model.has_head:
             chunks = 2 if batch.micro_batch_responses > LOGIT_CHUNK else 1  # a chunk's gradient beside the sum so far
-            logits = min(LOGIT_CHUNK, batch.micro_batch_responses) * model.decoder.vocabulary
+            logits = min(LOGIT_CHUNK, batch.micro_batch_responses) * self._tokens
             moments["backward of the head"] = (
                 *accumulated,
                 self._item("gathered units", c * (self._root + (self._in_flight - 1) * self._layer)),
                 self._item("activations", layers),
-                self._item("logits", logits * (UPDATE_LOGIT_BYTES + c)),
+                self._item("logits", logits * update_logit_bytes(c, self._is_part)),
                 self._item("gradients on their way", chunks * head_gradient),
             )
         return moments
@@ -269,16 +288,17 @@ class RoleMemory:
             rows = -(-sizes.rollout_batch_size // generating.data_size) * sizes.samples_per_prompt
         running = running_per_token(decoder, c, generating.tensor)
         weights = self._item("rollout weights", self.rollout_weights)
+        cache = self._item("key-value cache", self.cache(rows * sizes.row_tokens))  # made before the first token
         return {
             RESHARDING: (weights, self._item("buckets", 2 * min(BUCKET_BYTES, max(self.received)))),
             "prefill": (
                 weights,
-                self._item("key-value cache", self.cache(rows * sizes.prompt_tokens)),
-                self._item("activations", rows * sizes.prompt_tokens * running),
+                cache,
+                self._item("activations", min(rows * sizes.prompt_tokens, PREFILL_TOKENS) * running),
             ),
             "last token": (
                 weights,
-                self._item("key-value cache", self.cache(rows * sizes.row_tokens)),
+                cache,
                 self._item("logits", rows * decoder.vocabulary * (SAMPLE_BYTES[sampling] + c)),
             ),
         }
@@ -339,8 +359,18 @@ class RoleMemory:
     @property
     def _trained_head(self) -> int:
         """Elements of a trained head, tied or not."""
-        vocabulary = self.model.decoder.vocabulary * self.model.decoder.hidden
+        vocabulary = self._tokens * self.model.decoder.hidden
         return vocabulary if self.model.has_head and self._trained_root >= vocabulary else 0
+
+    @property
+    def _tokens(self) -> int:
+        """Tokens that the rank makes logits of."""
+        return self.model.tokens_on(self.layout.tensor)
+
+    @property
+    def _is_part(self) -> bool:
+        """Whether these are a part of the vocabulary."""
+        return self.layout.tensor > 1 and self.model.cuts_vocabulary
 
     @property
     def _moments_in_fp32(self) -> int:

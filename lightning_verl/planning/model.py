@@ -16,6 +16,7 @@ from lightning_verl.parallel.checkpointing import ActivationCheckpointing
 from lightning_verl.parallel.rollout import RolloutCut, rollout_cuts
 from lightning_verl.parallel.structure import decoder_layers
 from lightning_verl.parallel.tensor import cut_dims
+from lightning_verl.parallel.vocabulary import vocabulary_ends
 from lightning_verl.resharding.sinks import RolloutModule, plain_name
 from lightning_verl.roles.optimizers import OptimizerName
 from lightning_verl.strategies.layout import is_trainable
@@ -117,11 +118,17 @@ class RoleModel:
     """FLOPs of training it; None where they are not known."""
     optimizer: OptimizerName = "adamw"
     """What trains it."""
+    cuts_vocabulary: bool = False
+    """Whether a tensor axis cuts embedding and head."""
 
     @property
     def numel(self) -> int:
         """Elements of all parameters."""
         return sum(parameter.numel for parameter in self.parameters)
+
+    def tokens_on(self, tensor: int) -> int:
+        """Tokens of the vocabulary that a rank of a tensor axis makes logits of in training."""
+        return -(-self.decoder.vocabulary // tensor) if self.cuts_vocabulary else self.decoder.vocabulary
 
     @property
     def trained_numel(self) -> int:
@@ -205,6 +212,7 @@ def describe(
         has_head=head is not None,
         cost=None if head is None else UpdateCost.of(model),
         optimizer=optimizer,
+        cuts_vocabulary=bool(vocabulary_ends(model)),
     )
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from lightning_verl.parallel.expert import shard_dim
 from lightning_verl.planning.model import ParameterShape, RoleModel
 from lightning_verl.resharding.planner import Cut, Grid, Region, TensorLayout, intersect, volume
-from lightning_verl.strategies.layout import EXPERT_CUTS, RoleLayout, vocabulary_layout
+from lightning_verl.strategies.layout import EXPERT_CUTS, RoleLayout
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,6 @@ class Placement:
     @cached_property
     def _rollout_grid(self) -> Grid:
         return self.generating.grid()
-
-    @cached_property
-    def _vocabulary_grid(self) -> Grid:
-        return vocabulary_layout(self.layout, self.generating).grid()
 
     @property
     def generating(self) -> RoleLayout:
@@ -79,10 +75,7 @@ class Placement:
         cut = parameter.rollout_cut
         if parameter.expert:
             return TensorLayout(self.generating.grid(experts=True), EXPERT_CUTS)
-        if cut is None:
-            return TensorLayout(self._rollout_grid)
-        grid = self._vocabulary_grid if cut.vocabulary else self._rollout_grid
-        return TensorLayout(grid, (Cut("tensor", cut.dim),))
+        return TensorLayout(self._rollout_grid, () if cut is None else (Cut("tensor", cut.dim),))
 
 
 def same_grid(a: RoleLayout, b: RoleLayout) -> bool:

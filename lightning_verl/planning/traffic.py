@@ -64,7 +64,8 @@ class Traffic:
         parameter_bytes = (gathers + reduction) * (shards - 1) // shards
         passes = 6 if model.checkpointing == "full" else 4  # all-reduces a layer: forward, backward, forward again
         hidden = batch.micro_batch_tokens * model.decoder.hidden * model.compute_bytes
-        tensor_bytes = passes * model.decoder.layers * hidden * 2 * (tensor - 1) // tensor
+        reductions = passes * model.decoder.layers + 2 * model.cuts_vocabulary  # embedding, and the head's gradient
+        tensor_bytes = reductions * hidden * 2 * (tensor - 1) // tensor
         flops = float(model.cost.flops_of(*_attended(batch, sizes))) / tensor
         shard_link = link or _link(layout.lines("shard")[0])
         return cls(

@@ -274,25 +274,41 @@ def _offer_batch(inputs: RewardInput) -> dict[str, Any]:
     }
 
 
-def run_scorers(scorers: Sequence[Scorer], inputs: RewardInput, policy: CallPolicy) -> tuple[Tensor, int]:
+def run_scorers(
+    scorers: Sequence[Scorer],
+    inputs: RewardInput,
+    policy: CallPolicy,
+    known: Mapping[tuple[int, int], Outcome] | None = None,
+) -> tuple[Tensor, int]:
     """Call every function on every row.
 
+    Args:
+        scorers: F functions.
+        inputs: N rows.
+        policy: How functions are called.
+        known: What functions have said already, by number of the function and row; they are not called again.
+
     Returns:
-        The scores, float64 ``[F, N]`` for F functions, NaN where a function abstained; and how many are the fallback.
+        The scores, float64 ``[F, N]``, NaN where a function abstained; and how many are the fallback.
 
     Raises:
         ValueError: A function asks for something that is not there (before any function runs), or a batch function
             returned another number of scores than rows.
         RewardError: A function raised, or returned something that is no finite number, under ``on_error="raise"``.
     """
+    outcomes = dict(known or {})
     plans = [scorer.calls(inputs, policy.time_limit) for scorer in scorers]
-    calls = [call for plan in plans for call in plan]
-    outcomes = run_calls(calls, workers=policy.workers, stop_on_error=policy.on_error == "raise")
+    stop = policy.on_error == "raise"
+    if not (stop and any(outcome.error is not None for outcome in outcomes.values())):
+        open_calls = {(f, n): call for f, plan in enumerate(plans) for n, call in enumerate(plan)}
+        open_calls = {key: call for key, call in open_calls.items() if key not in outcomes}
+        fresh = run_calls(list(open_calls.values()), workers=policy.workers, stop_on_error=stop)
+        outcomes.update(zip(open_calls, fresh, strict=False))
     raw = torch.full((len(scorers), len(inputs)), math.nan, dtype=torch.float64)
-    fallbacks = begin = 0
+    fallbacks = 0
     for index, (scorer, plan) in enumerate(zip(scorers, plans, strict=True)):
-        scores, failures = _read_outcomes(scorer, outcomes[begin : begin + len(plan)], inputs, policy)
-        begin += len(plan)
+        own = {n: outcomes[index, n] for n in range(len(plan)) if (index, n) in outcomes}
+        scores, failures = _read_outcomes(scorer, own, inputs, policy)
         if failures:
             _warn_of_fallbacks(scorer, failures, inputs, policy)
         scores.update(dict.fromkeys(failures, policy.fallback))
@@ -303,12 +319,12 @@ def run_scorers(scorers: Sequence[Scorer], inputs: RewardInput, policy: CallPoli
 
 
 def _read_outcomes(
-    scorer: Scorer, outcomes: Sequence[Outcome], inputs: RewardInput, policy: CallPolicy
+    scorer: Scorer, outcomes: Mapping[int, Outcome], inputs: RewardInput, policy: CallPolicy
 ) -> tuple[dict[int, float | None], dict[int, str]]:
     """Turn outcomes into the score of each row that has one, and the reason for each row that takes the fallback."""
     scores: dict[int, float | None] = {}
     failures: dict[int, str] = {}
-    for first, outcome in enumerate(outcomes):
+    for first, outcome in outcomes.items():
         rows = range(len(inputs)) if scorer.batched else range(first, first + 1)
         if outcome.timed_out:
             failures.update(dict.fromkeys(rows, f"ran out of its {policy.time_limit} s"))

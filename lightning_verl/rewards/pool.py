@@ -21,7 +21,6 @@ import math
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -63,6 +62,26 @@ class Outcome:
     """Whether its time limit passed first."""
 
 
+class CallQueue:
+    """Calls that may still come while others run, see ``run_queue``. ``add`` and ``close`` are for one other thread."""
+
+    def __init__(self, calls: Sequence[Call] = ()) -> None:
+        self.calls = list(calls)
+        self.closed = False
+        self.events: SimpleQueue[tuple[_Worker, Outcome] | None] = SimpleQueue()
+        """What the thread that keeps the books waits for: outcomes, and None where there is news here."""
+
+    def add(self, calls: Sequence[Call]) -> None:
+        """Let calls run behind those that came before."""
+        self.calls.extend(calls)
+        self.events.put(None)
+
+    def close(self) -> None:
+        """No further call will come."""
+        self.closed = True
+        self.events.put(None)
+
+
 def run_calls(calls: Sequence[Call], *, workers: int, stop_on_error: bool = False) -> list[Outcome]:
     """Run every call and return the outcomes in the order of the calls.
 
@@ -80,47 +99,66 @@ def run_calls(calls: Sequence[Call], *, workers: int, stop_on_error: bool = Fals
         BaseException: What a call raised, if it is no ``Exception`` (``SystemExit`` for example), as it is.
     """
     if workers > 0:
-        return _run_in_threads(calls, workers, stop_on_error)
+        queue = CallQueue(calls)
+        queue.closed = True
+        return run_queue(queue, min(workers, len(calls)), stop_on_error)
     outcomes = []
     for call in calls:
-        outcome = _attempt(call.run)
-        _raise_unless_exception(outcome)
-        outcomes.append(outcome)
-        if stop_on_error and outcome.error is not None:
+        outcomes.append(run_here(call))
+        if stop_on_error and outcomes[-1].error is not None:
             break
     return outcomes
 
 
-def _run_in_threads(calls: Sequence[Call], workers: int, stop_on_error: bool) -> list[Outcome]:
+def run_here(call: Call) -> Outcome:
+    """Run a call in this thread, without any limit.
+
+    Raises:
+        BaseException: What it raised, if it is no ``Exception``.
+    """
+    outcome = _attempt(call.run)
+    _raise_unless_exception(outcome)
+    return outcome
+
+
+def run_queue(queue: CallQueue, workers: int, stop_on_error: bool) -> list[Outcome]:
+    """Run the calls of a queue in threads until it is closed and all have ended; see ``run_calls``.
+
+    Args:
+        queue: The calls.
+        workers: Threads, at least 1 if a call comes.
+        stop_on_error: Start no further call once one has raised.
+    """
     # All bookkeeping happens in this thread. The workers share nothing but queues written in C, which stay whole when
     # an exception is raised inside a worker at an arbitrary bytecode; a lock could be left taken.
-    done: SimpleQueue[tuple[_Worker, Outcome]] = SimpleQueue()
     outcomes: dict[int, Outcome] = {}
-    pending = deque(range(len(calls)))
-    idle = [_Worker(done) for _ in range(min(workers, len(calls)))]
+    started, stopped = 0, False
+    idle = [_Worker(queue.events) for _ in range(workers)]
     running: dict[_Worker, tuple[int, float]] = {}  # call number, deadline
     try:
-        while pending or running:
-            while pending and idle:
-                worker, index = idle.pop(), pending.popleft()
-                running[worker] = (index, time.monotonic() + calls[index].time_limit)
-                worker.inbox.put(calls[index].run)
-            for worker, outcome in _collect(done, min(deadline for _, deadline in running.values())):
+        while True:
+            closed = queue.closed  # before the look at the calls: what comes before it is closed is seen
+            while started < len(queue.calls) and idle and not stopped:
+                worker, call = idle.pop(), queue.calls[started]
+                running[worker] = (started, time.monotonic() + call.time_limit)
+                worker.inbox.put(call.run)
+                started += 1
+            if not running and (closed or stopped):
+                break
+            for worker, outcome in _collect(queue.events, min((end for _, end in running.values()), default=math.inf)):
                 if worker not in running:
                     continue  # given up before, and late
                 index, _ = running.pop(worker)
                 idle.append(worker)
                 _raise_unless_exception(outcome)
                 outcomes[index] = outcome
-                if stop_on_error and outcome.error is not None:
-                    pending.clear()
+                stopped = stopped or (stop_on_error and outcome.error is not None)
             now = time.monotonic()
             for worker in [worker for worker, (_, deadline) in running.items() if deadline <= now]:
                 index, _ = running.pop(worker)
                 outcomes[index] = Outcome(timed_out=True)
                 worker.give_up()
-                if pending:
-                    idle.append(_Worker(done))
+                idle.append(_Worker(queue.events))
     finally:
         for worker in running:  # only when leaving by an exception
             worker.give_up()
@@ -132,7 +170,7 @@ def _run_in_threads(calls: Sequence[Call], workers: int, stop_on_error: bool) ->
 class _Worker:
     """A daemon thread that takes one call at a time from its inbox."""
 
-    def __init__(self, done: SimpleQueue[tuple[_Worker, Outcome]]) -> None:
+    def __init__(self, done: SimpleQueue[tuple[_Worker, Outcome] | None]) -> None:
         self.inbox: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
         self._done = done
         self._thread = threading.Thread(target=self._work, daemon=True)
@@ -191,13 +229,13 @@ def _raise_unless_exception(outcome: Outcome) -> None:
         raise outcome.error
 
 
-def _collect(done: SimpleQueue[tuple[_Worker, Outcome]], deadline: float) -> list[tuple[_Worker, Outcome]]:
-    """Wait for an outcome until the deadline, then take all that are there: a call that ended in time is never late."""
+def _collect(events: SimpleQueue[tuple[_Worker, Outcome] | None], deadline: float) -> list[tuple[_Worker, Outcome]]:
+    """Wait for news until the deadline, then take all that are there: a call that ended in time is never late."""
     timeout = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
     collected = []
     try:
-        collected.append(done.get(timeout=timeout))
+        collected.append(events.get(timeout=timeout))
         while True:
-            collected.append(done.get_nowait())
+            collected.append(events.get_nowait())
     except Empty:
-        return collected
+        return [event for event in collected if event is not None]

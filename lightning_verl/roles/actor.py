@@ -14,6 +14,7 @@ from lightning_verl.data.experience import RolloutBatch
 from lightning_verl.models.heads import output_logits
 from lightning_verl.models.load import ModelSource, add_lora, load_model, load_tokenizer
 from lightning_verl.models.logprobs import logprobs_from_hidden
+from lightning_verl.parallel.vocabulary import VocabularyShard
 from lightning_verl.roles.base import LoraSource, Role, spread
 from lightning_verl.rollout.base import RolloutEngine
 from lightning_verl.rollout.engines import build_engine, check_engine, rollout_weights
@@ -74,8 +75,10 @@ class Actor(Role):
             Log-probs and entropy (or None), float32 ``[N, R]``, 0 outside the response.
         """
         hidden, targets = self.response_states(batch)
+        shard = VocabularyShard.of(self.model)
+        head = partial(output_logits, self.model, own_part=shard is not None)
         logprobs, entropy = logprobs_from_hidden(
-            hidden, partial(output_logits, self.model), targets, temperature, with_entropy=with_entropy
+            hidden, head, targets, temperature, with_entropy=with_entropy, shard=shard
         )
         return spread(logprobs, batch), None if entropy is None else spread(entropy, batch)
 

@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Literal
 
 from lightning.pytorch import LightningModule
 
-from lightning_verl.data.experience import RolloutBatch
+from lightning_verl.data.experience import PromptBatch, RolloutBatch
+from lightning_verl.rewards.early import EarlyScores
 from lightning_verl.rewards.functions import (
     CallPolicy,
     RewardInput,
@@ -45,6 +46,8 @@ class RewardFunction(LightningModule):
         num_workers: Threads that functions run in, 0 for the calling thread; None takes 4 with a time limit and 0
             without. With more than one, functions must be safe to run at the same time.
         names: One name a function, for metrics and messages; None takes the functions' own.
+        during_rollout: Whether functions for one sample run on samples that have ended while others are still sampled
+            (`rewards.early`), in any order; False: on all of them after the rollout, in the order of the rows.
 
     Raises:
         ValueError: No function, a function that cannot be called by name, weights or names that do not match the
@@ -65,6 +68,7 @@ class RewardFunction(LightningModule):
         on_none: Literal["abstain", "error"] = "abstain",
         num_workers: int | None = None,
         names: Sequence[str] | None = None,
+        during_rollout: bool = True,
     ) -> None:
         super().__init__()
         given = list(functions) if isinstance(functions, Sequence) else [functions]
@@ -74,6 +78,8 @@ class RewardFunction(LightningModule):
             raise ValueError(
                 f"RewardFunction: names {list(names)} must be {len(given)} different, non-empty names, one a function."
             )
+        self.during_rollout = during_rollout
+        self._early: list[EarlyScores] = []
         self.policy = CallPolicy(time_limit, fallback, on_error, on_none, num_workers)
         self.weights = check_weights(weights, len(given))
         self.scorers = [Scorer(function) for function in given]
@@ -84,6 +90,22 @@ class RewardFunction(LightningModule):
     def names(self) -> list[str]:
         """The name of each function."""
         return [scorer.name for scorer in self.scorers]
+
+    def watch(self, prompts: PromptBatch, samples: int, decode: Callable[[list[int]], str]) -> EarlyScores | None:
+        """Begin to score a rollout whose samples ``score`` will be given; None if that has to wait for all of them.
+
+        Args:
+            prompts: Its prompts.
+            samples: Samples a prompt.
+            decode: Makes text of a response.
+        """
+        if not self.during_rollout or all(scorer.batched for scorer in self.scorers):
+            return None
+        try:
+            self._early.append(EarlyScores(self.scorers, self.policy, prompts, samples, decode))
+        except ValueError:  # a function lacks something: `score` says what, for its own row
+            return None
+        return self._early[-1]
 
     def score(self, batch: RolloutBatch) -> Scores:
         """Score every row.
@@ -96,7 +118,11 @@ class RewardFunction(LightningModule):
                 function returned another number of scores than rows.
             RewardError: A function failed under ``on_error="raise"``.
         """
-        raw, fallbacks = run_scorers(self.scorers, RewardInput.from_rollout(batch), self.policy)
+        inputs, known = RewardInput.from_rollout(batch), {}
+        early, self._early = self._early, []
+        for watched in early:
+            known.update(watched.outcomes(inputs))
+        raw, fallbacks = run_scorers(self.scorers, inputs, self.policy, known)
         values, valid = combine_scores(raw, self.weights)
         device = batch.input_ids.device
         components = dict(zip(self.names, raw.float().to(device), strict=True))

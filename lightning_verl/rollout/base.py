@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
@@ -45,6 +45,18 @@ class Rollouts:
     """The row of the prompt that each response belongs to, int64 ``[N]``."""
     weight_version: int
     """The version of the weights that produced them."""
+
+
+class SampleWatch(Protocol):
+    """What ``generate`` tells of samples on their way, where an engine ``reports_samples``."""
+
+    def finished(self, row: int, response: Sequence[int]) -> None:
+        """A sample has ended: its row in ``Rollouts``, and its token ids."""
+        ...
+
+    def meanwhile(self, busy: Callable[[], bool]) -> None:
+        """The device has work for a while; the host may do something else while ``busy()``."""
+        ...
 
 
 @runtime_checkable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,6 +67,7 @@ def join_rollouts(
     tokenizer: PreTrainedTokenizerBase,
     sampling: SamplingParams,
     skip_special_tokens: bool,
+    texts: Mapping[int, str] | None = None,
 ) -> RolloutBatch:
     """Join prompts and the responses that an engine sampled for them.
 
@@ -75,6 +77,7 @@ def join_rollouts(
         tokenizer: Decodes the responses for rewards and people.
         sampling: How they were sampled.
         skip_special_tokens: Whether special tokens are left out of the text. The end token and padding always are.
+        texts: The text of every response, by row, where it is known already.
     """
     device = rollouts.response_ids.device
     repeated = prompts.to(device).select(rollouts.prompt_rows)
@@ -86,7 +89,9 @@ def join_rollouts(
         group_ids=repeated.indices,
         truncated=torch.tensor([r.is_truncated() for r in rollouts.finish_reasons], dtype=torch.bool, device=device),
         prompt_texts=repeated.texts,
-        response_texts=_decode(rollouts.response_ids, rollouts.lengths, tokenizer, skip_special_tokens),
+        response_texts=[texts[row] for row in range(len(repeated))]
+        if texts
+        else _decode(rollouts.response_ids, rollouts.lengths, tokenizer, skip_special_tokens),
         fields=repeated.fields,
         temperature=sampling.temperature,
         weight_version=rollouts.weight_version,
@@ -162,9 +167,18 @@ def _join(prompts: PromptBatch, responses: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _decode(ids: Tensor, lengths: Tensor, tokenizer: PreTrainedTokenizerBase, skip_special: bool) -> list[str]:
-    kept = []
-    for row, length in zip(ids.tolist(), lengths.tolist(), strict=True):
-        tokens: list[int] = row[:length]
-        kept.append(tokens[:-1] if tokens and tokens[-1] == tokenizer.eos_token_id else tokens)
+    rows = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
+    return response_texts(rows, tokenizer, skip_special)
+
+
+def response_texts(responses: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase, skip_special: bool) -> list[str]:
+    """The text of responses, without an end token at their end.
+
+    Args:
+        responses: Token ids without padding.
+        tokenizer: Decodes them.
+        skip_special: Whether other special tokens are left out too.
+    """
+    kept = [row[:-1] if row and row[-1] == tokenizer.eos_token_id else row for row in responses]
     # transformers decodes a list without rows to one empty text
     return list(tokenizer.batch_decode(kept, skip_special_tokens=skip_special)) if kept else []

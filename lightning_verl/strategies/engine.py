@@ -22,7 +22,7 @@ from lightning_verl.resharding.executor import Resharder, ReshardReport
 from lightning_verl.resharding.layouts import layout_of, local_part
 from lightning_verl.resharding.planner import Cut, TensorLayout, plan_tensor
 from lightning_verl.resharding.sinks import RolloutModule, merge, plain_name
-from lightning_verl.strategies.layout import EXPERT_CUTS, vocabulary_layout
+from lightning_verl.strategies.layout import EXPERT_CUTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,7 +61,6 @@ class HybridEngine:
         self._view = RolloutModule(model)
         self._cuts: dict[str, RolloutCut] = {}
         self._experts: set[str] = set()
-        self._vocabulary = vocabulary_layout(strategy.layout("actor"), self._rollout)
         self._merges = weights != "adapter"
         self._adapters: dict[str, Tensor] = {}
         if weights == "shared":
@@ -79,7 +78,7 @@ class HybridEngine:
         group = strategy.group("rollout", "tensor")
         if group is not None and self._rollout.tensor > 1:
             ranks = torch.distributed.get_process_group_ranks(group)
-            cut_forwards(self._view.module, group, tuple(map(self._vocabulary.tensor_rank, ranks)))
+            cut_forwards(self._view.module, group, tuple(map(self._rollout.tensor_rank, ranks)))
         self._experts = self._divide_experts()
 
     def _divide_experts(self) -> set[str]:
@@ -173,7 +172,4 @@ class HybridEngine:
         return layout_of(parameter, "actor", grids)
 
     def _target(self, cut: RolloutCut | None) -> TensorLayout:
-        if cut is None:
-            return TensorLayout(self._rollout.grid())
-        layout = self._vocabulary if cut.vocabulary else self._rollout
-        return TensorLayout(layout.grid(), (Cut("tensor", cut.dim),))
+        return TensorLayout(self._rollout.grid(), () if cut is None else (Cut("tensor", cut.dim),))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_verl.resharding.planner import Cut, Grid
@@ -331,14 +331,3 @@ def _cut_copies(
     parts = [by_chunk[t * number : (t + 1) * number] for t in range(tensor)]
     in_order = [sorted(part, key=lambda rank: (places[rank][0], chunk[rank])) for part in parts]
     return [list(copy) for copy in zip(*in_order, strict=True)]
-
-
-def vocabulary_layout(actor: RoleLayout, rollout: RoleLayout) -> RoleLayout:
-    """The rollout layout, with the ranks of each copy in the order in which they hold the vocabulary.
-
-    Embedding and output head are whole over the update layout's tensor axis: FSDP2 alone cuts them, so that another
-    order of the same ranks keeps more of them in place. Nobody but the planner and the head needs to know.
-    """
-    order = {rank: actor.coordinates(rank)[1:] for rank in actor.ranks}
-    ranks = [rank for line in rollout.lines("tensor") for rank in sorted(line, key=order.__getitem__)]
-    return replace(rollout, ranks=tuple(ranks))

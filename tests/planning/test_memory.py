@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -21,9 +22,11 @@ from lightning_verl import Actor, Critic, HybridStrategy, Reference, SamplingPar
 from lightning_verl.data.experience import RolloutBatch
 from lightning_verl.models.logprobs import logprobs_from_hidden
 from lightning_verl.parallel.checkpointing import apply_activation_checkpointing
+from lightning_verl.parallel.vocabulary import VocabularyShard
 from lightning_verl.planning.batch import BatchSizes, RoleBatch
 from lightning_verl.planning.memory import (
     LOGIT_CHUNK,
+    PART_LOGIT_BYTES,
     SAMPLE_BYTES,
     SCORE_LOGIT_BYTES,
     UPDATE_LOGIT_BYTES,
@@ -31,6 +34,7 @@ from lightning_verl.planning.memory import (
     kept_per_token,
     running_per_token,
     saved_per_token,
+    update_logit_bytes,
 )
 from lightning_verl.planning.model import Decoder, describe
 from lightning_verl.planning.shards import Placement, numel_on, received_bytes, rollout_bytes
@@ -175,6 +179,29 @@ def test_logits_of_a_chunk(dtype: torch.dtype, temperature: float) -> None:
     with Peak() as update:
         score(with_entropy=True)[0].sum().backward()
     assert update.most / (chunk * vocabulary) == pytest.approx(UPDATE_LOGIT_BYTES + dtype.itemsize, rel=0.05)
+
+
+def logit_bytes_of_a_part(dtype: torch.dtype) -> tuple[float, float]:
+    """Bytes for each logit of a rank's part of a chunk: in a pass without gradients, and in a backward pass."""
+    dist.init_process_group("gloo")
+    tokens, chunk = 1024, 64
+    shard = VocabularyShard(dist.group.WORLD, dist.get_rank() * tokens)
+    weight = torch.randn(tokens, 2, dtype=dtype, requires_grad=True)
+    hidden = torch.randn(2 * chunk, 2, dtype=dtype, requires_grad=True)
+    targets = torch.randint(0, 2 * tokens, (2 * chunk,), generator=torch.Generator().manual_seed(0))
+    score = partial(logprobs_from_hidden, hidden, weight, targets, chunk_size=chunk, with_entropy=True, shard=shard)
+    with torch.no_grad(), Peak() as scoring:
+        score()
+    with Peak() as update:
+        score()[0].sum().backward()
+    return scoring.most / (chunk * tokens), update.most / (chunk * tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_logits_of_a_part_of_a_chunk(dtype: torch.dtype) -> None:
+    for scoring, update in run_ranks(logit_bytes_of_a_part, 2, dtype):
+        assert scoring == pytest.approx(PART_LOGIT_BYTES["score"] + dtype.itemsize, rel=0.05)
+        assert update == pytest.approx(update_logit_bytes(dtype.itemsize, is_part=True), rel=0.05)
 
 
 def test_the_chunk_is_the_one_of_the_models() -> None:
@@ -362,7 +389,7 @@ def test_every_rank_receives_and_makes_what_is_planned(
 
 def test_an_uneven_vocabulary_by_hand() -> None:
     # 129 rows over 2 shards: 65 and 64; FSDP2 allocates 65 on both, so the first rank's number is planned for all.
-    embedding = next(p for p in model_of().parameters if p.rollout_cut and p.rollout_cut.vocabulary)
+    embedding = next(p for p in model_of().parameters if "embed" in p.name)
     place = Placement(RoleLayout("actor", 1, 2, 1, (0, 1)))
     assert [numel_on(embedding, place.held(embedding), rank) for rank in (0, 1)] == [65 * 64, 64 * 64]
 
@@ -388,17 +415,13 @@ def test_rollout_weights_and_what_has_to_move_by_hand() -> None:
     # of them, embedding and head of 128x64 = 8,192 each, and a norm of 64: 73,728 + 384 + 16,384.
     model = model_of(vocab_size=128)
     memory = RoleMemory(model, placed(4, (2, 2, 1, 1), 2), RoleBatch.of(SIZES, 2))
-    # Held in fp32 on rank 0: matrices over 2 shards x 2 tensor ranks, the others over the shards.
-    assert memory.parameters == 4 * (73_728 // 4 + 384 // 2 + 16_384 // 2)
+    # Held in fp32 on rank 0: matrices and vocabulary over 2 shards x 2 tensor ranks, norms over the shards.
+    assert memory.parameters == 4 * ((73_728 + 16_384) // 4 + 384 // 2)
     assert memory.optimizer == 2 * memory.parameters
     # The rollout's tensor axis cuts embedding and head too; norms are whole.
     assert memory.rollout_weights == 4 * (73_728 // 2 + 384 + 16_384 // 2)
-    # Rank 0 has half of its matrices, half of the norms, and of the vocabulary the half that it wants; rank 1 has the
-    # same half of the vocabulary and wants the other.
-    received = received_bytes(model, memory.place)
-    assert received[0] == 4 * (73_728 // 4 + 384 // 2)
-    assert received[1] == 4 * (73_728 // 4 + 384 // 2 + 16_384 // 2)
-    assert sorted(received[:2]) == sorted(received[2:])
+    # Each rank has half of what it wants: of its matrices, its part of the vocabulary, and the norms.
+    assert received_bytes(model, memory.place) == [4 * ((73_728 + 16_384) // 4 + 384 // 2)] * 4
 
 
 def test_a_rollout_in_the_layout_and_dtype_of_training_takes_nothing() -> None:
@@ -429,7 +452,7 @@ def test_the_cache_by_hand() -> None:
     buckets = {item.what: item.bytes for item in memory.rollout(SIZES, "greedy")["resharding"]}["buckets"]
     assert buckets == 2 * max(received_bytes(memory.model, memory.place))
     prefill = {item.what: item.bytes for item in memory.rollout(SIZES, "greedy")["prefill"]}
-    assert prefill["key-value cache"] == items["key-value cache"] // 2
+    assert prefill["key-value cache"] == items["key-value cache"]
     assert prefill["activations"] == 8 * 8 * 4 * (4 * 64 + 3 * 64)
 
 

@@ -67,7 +67,7 @@ class Alive(TorchDispatchMode):
     @property
     def now(self) -> int:
         """Bytes that are alive."""
-        alive = [storage for reference in self._storages.values() if (storage := reference()) is not None]
+        alive = [storage for reference in list(self._storages.values()) if (storage := reference()) is not None]
         return sum(storage.nbytes() for storage in alive)
 
 

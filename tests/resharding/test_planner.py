@@ -23,7 +23,7 @@ from lightning_verl.resharding.planner import (
     split,
     volume,
 )
-from lightning_verl.strategies.layout import RoleLayout, rollout_layout, vocabulary_layout
+from lightning_verl.strategies.layout import RoleLayout, rollout_layout
 
 AXES = ("replicate", "shard", "tensor", "expert")
 
@@ -191,8 +191,8 @@ def qwen3_8b() -> dict[str, tuple[tuple[int, int], str]]:
     """Parameters of Qwen3-8B, one layer of 36: shape (vectors as one row), and how tensor parallelism cuts it."""
     hidden, inner, vocabulary, queries, keys, head = 4096, 12288, 151936, 4096, 1024, 128
     return {
-        "embedding": ((vocabulary, hidden), "vocabulary"),
-        "head": ((vocabulary, hidden), "vocabulary"),
+        "embedding": ((vocabulary, hidden), "colwise"),
+        "head": ((vocabulary, hidden), "colwise"),
         "norm": ((1, hidden), "whole"),
         **{f"layers.{n}": ((1, hidden), "whole") for n in ("norm1", "norm2")},
         **{f"layers.{n}": ((1, head), "whole") for n in ("q_norm", "k_norm")},
@@ -211,7 +211,6 @@ def traffic(shards: int, tensor: int, rollout_tensor: int, aligned: bool) -> tup
     ranks = tuple(range(shards * tensor))
     actor = RoleLayout("actor", 1, shards, tensor, ranks)
     rollout = rollout_layout(actor, rollout_tensor)
-    vocabulary = vocabulary_layout(actor, rollout)
     received = dict.fromkeys(ranks, 0)
     for name, (shape, kind) in qwen3_8b().items():
         dim = {"colwise": 0, "rowwise": 1}.get(kind)
@@ -219,8 +218,7 @@ def traffic(shards: int, tensor: int, rollout_tensor: int, aligned: bool) -> tup
         whole_row = shape[0] == 1
         cuts.append(Cut("shard", dim if aligned and dim is not None else 1 if whole_row else 0))
         target = (Cut("tensor", 0 if dim is None else dim),) if kind != "whole" else ()
-        there = vocabulary if kind == "vocabulary" else rollout
-        plan = TensorPlan(shape, TensorLayout(actor.grid(), tuple(cuts)), TensorLayout(there.grid(), target))
+        plan = TensorPlan(shape, TensorLayout(actor.grid(), tuple(cuts)), TensorLayout(rollout.grid(), target))
         for rank in ranks:
             received[rank] += plan.received(rank) * 2 * (36 if name.startswith("layers") else 1)
     elements = sum(

@@ -60,14 +60,13 @@ def check_view(strategy: HybridStrategy, actor: Actor, dtype: torch.dtype = torc
     view = strategy._rollouts._engine.module  # type: ignore[union-attr]
     rollout = strategy.layout("rollout")
     index, parts = rollout.tensor_rank(dist.get_rank()), rollout.tensor
-    vocabulary = strategy._rollouts._engine._vocabulary.tensor_rank(dist.get_rank())  # type: ignore[union-attr]
     for name, parameter in view.named_parameters():
         value = reference[name].to(dtype)
         if "experts." in name:  # the tensor axis divides them too, below the expert axis
             place = rollout.coordinates(dist.get_rank())[2] * parts + index
             value = value.chunk(rollout.expert * parts)[place]
         elif parts > 1 and ("embed_tokens" in name or "lm_head" in name):
-            value = value.split(-(-len(value) // parts))[vocabulary]
+            value = value.split(-(-len(value) // parts))[index]
         elif parts > 1 and any(key in name for key in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
             value = value.chunk(parts)[index]
         elif parts > 1 and name.endswith(("o_proj.weight", "down_proj.weight")):

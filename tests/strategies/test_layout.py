@@ -13,7 +13,6 @@ from lightning_verl.strategies.layout import (
     check_config,
     resolve_layouts,
     rollout_layout,
-    vocabulary_layout,
 )
 from lightning_verl.strategies.mesh import DeviceMesh
 
@@ -161,8 +160,6 @@ def test_the_rollout_layout_keeps_ranks_where_their_shards_are() -> None:
     actor = RoleLayout("actor", 1, 2, 2, (0, 1, 2, 3))
     layout = rollout_layout(actor, 4)
     assert layout.ranks == (0, 2, 1, 3)
-    # The vocabulary is cut over shards only: shard s has half s, so ranks 0 and 1 share out the first half.
-    assert vocabulary_layout(actor, layout).ranks == (0, 1, 2, 3)
     # Two replicas of fsdp 2 -> tensor 4: each pair of replicas divides the chunk that both hold.
     assert rollout_layout(RoleLayout("actor", 2, 2, 1, (0, 1, 2, 3)), 4).ranks == (0, 2, 1, 3)
 

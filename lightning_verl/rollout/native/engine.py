@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from lightning_verl.data.experience import PromptBatch
 from lightning_verl.models.modes import deterministic
 from lightning_verl.rollout.adjust import LogitAdjuster
-from lightning_verl.rollout.base import FinishReason, Rollouts
+from lightning_verl.rollout.base import FinishReason, Rollouts, SampleWatch
 from lightning_verl.rollout.inputs import (
     check_lengths,
     indices_of,
@@ -100,6 +100,8 @@ class NativeEngine:
         ValueError: The model is none that it can run.
     """
 
+    reports_samples = True
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -138,6 +140,7 @@ class NativeEngine:
         *,
         step: int = 0,
         prompt_indices: Sequence[int] | None = None,
+        watch: SampleWatch | None = None,
     ) -> Rollouts:
         """Sample ``sampling.n`` responses for each prompt; see :class:`~lightning_verl.rollout.base.RolloutEngine`.
 
@@ -146,6 +149,7 @@ class NativeEngine:
             sampling: How to sample; None takes ``SamplingParams()``.
             step: The training step.
             prompt_indices: The index of each prompt; None takes ``PromptBatch.indices``, or 0, 1, 2... for plain lists.
+            watch: Is told of each sample that has ended, while others go on.
 
         Returns:
             The responses, on the model's device; at least one column wide.
@@ -167,6 +171,7 @@ class NativeEngine:
                 cache = self._cache_for(groups, sampling, device)
                 scheduler = self._scheduler(groups, sampling, rule, cache)
                 runner = self._runner_for(cache, sampling, scheduler.limits)
+            runner.watch = watch
             self._run(scheduler, runner)
         requests = [request for _, members in groups for request in members]
         return rollouts_of(
@@ -213,6 +218,9 @@ class NativeEngine:
         while (step := self._next_step(scheduler, device)) is not None:
             drawn = runner.run(step)
             scheduler.record(step, drawn.tokens, drawn.logprobs)
+            if runner.watch is not None:
+                for request in (request for request in step.samples if request.reason is not None):
+                    runner.watch.finished(request.row, request.response)
             steps += step.tokens
             computed += sum(chunk.count for chunk in step.chunks) * step.tokens
             swapped += len(step.swap_out) + len(step.swap_in)

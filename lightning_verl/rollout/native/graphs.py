@@ -101,6 +101,7 @@ class DecodeGraphs(Runner):
         self._load(samples)
         for _ in range(step.tokens):
             decode()
+        self.let_others_run()
         tokens = self._tokens[: step.tokens, :count].T.tolist()
         return Drawn(tokens, self._logprobs[: step.tokens, :count].T.tolist())
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from lightning_verl.models.heads import hidden_states, output_logits
 from lightning_verl.rollout.adjust import LogitAdjuster, seen_tokens
+from lightning_verl.rollout.base import SampleWatch
 from lightning_verl.rollout.native.attention import SeenLayer, attending, probing
 from lightning_verl.rollout.native.batch import LEAST_ROWS, forward_input
 from lightning_verl.rollout.native.cache import CacheShape, KVCache
@@ -44,6 +45,8 @@ class Runner:
         self, model: PreTrainedModel, cache: KVCache, sampling: SamplingParams, adjuster: LogitAdjuster
     ) -> None:
         self.model, self.cache, self.sampling, self.adjuster = model, cache, sampling, adjuster
+        self.watch: SampleWatch | None = None
+        """Gets the host while the device works."""
 
     def run(self, step: Step) -> Drawn:
         """Run a step that draws one token for each of its samples."""
@@ -56,7 +59,16 @@ class Runner:
         counts = [len(chunk.samples) for chunk in step.chunks if chunk.samples]
         logits = logits.repeat_interleave(torch.tensor(counts, device=logits.device), dim=0)
         tokens, logprobs = self.draw(logits, step.samples)
+        self.let_others_run()
         return Drawn(tokens[:, None].tolist(), logprobs[:, None].tolist())
+
+    def let_others_run(self) -> None:
+        """Give the host to whoever watches until the device has done what was launched."""
+        if self.watch is None or self.cache.data.device.type != "cuda":
+            return
+        launched = torch.cuda.Event()
+        launched.record()
+        self.watch.meanwhile(lambda: not launched.query())
 
     def forward(self, step: Step) -> Tensor:
         """The logits that tokens are drawn from, ``[L, V]``."""

@@ -415,3 +415,33 @@ def test_the_attention_works_inside_generate_only() -> None:
         pytest.raises(RuntimeError, match="inside NativeEngine.generate only"),
     ):
         model(torch.tensor([[5]]))
+
+
+class Watch:
+    """Keeps what it is told, and when."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, list[int]]] = []
+
+    def finished(self, row: int, response: Any) -> None:
+        self.told.append((row, list(response)))
+
+    def meanwhile(self, busy: Any) -> None:
+        raise AssertionError("on a CPU there is nothing to wait for")
+
+
+def test_a_watch_is_told_of_each_sample_when_it_ends() -> None:
+    engine = NativeEngine(tiny_model("qwen3"), pad_token_id=0, eos_token_ids=[2])
+    watch, sampling = Watch(), SamplingParams(n=6, max_new_tokens=30, temperature=3.0, stop_token_ids=(5, 6, 7, 8, 9))
+    rollouts = engine.generate([[1, 4, 5], [1, 9]], sampling, watch=watch)
+    lengths = rollouts.lengths.tolist()
+    assert len(set(lengths)) > 3, "the case must have unequal lengths to show anything"
+    assert sorted(watch.told) == [
+        (row, ids[:length])
+        for row, (ids, length) in enumerate(zip(rollouts.response_ids.tolist(), lengths, strict=True))
+    ]
+    told_in_order = [len(ids) for _, ids in watch.told]
+    assert told_in_order == sorted(told_in_order), "all began together, so that the shortest end first"
+    again = engine.generate([[1, 4, 5], [1, 9]], sampling)
+    assert again.response_ids.tolist() == rollouts.response_ids.tolist()
+    assert len(watch.told) == 12, "the next rollout is another's"
