@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
@@ -13,6 +12,7 @@ from lightning_verl.parallel.vocabulary import vocabulary_ends
 from lightning_verl.planning.memory import LOGIT_CHUNK, activation_bytes, update_logit_bytes
 from lightning_verl.planning.model import Decoder, RoleModel
 from lightning_verl.resharding.layouts import local_part
+from lightning_verl.rollout.native.cache import free_bytes
 from lightning_verl.strategies.dispatch import gather_counts
 from lightning_verl.strategies.hybrid import HybridStrategy
 
@@ -53,10 +53,7 @@ class MicroBatchBudget:
         return self._tokens[role]
 
     def _free(self) -> int:
-        device = self._strategy.root_device
-        free, _ = torch.cuda.mem_get_info(device)
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return free + unused - sum(map(_owed, self._optimizers.values()))
+        return free_bytes(self._strategy.root_device) - sum(map(_owed, self._optimizers.values()))
 
     def _describe(self, role: str, model: PreTrainedModel) -> RoleModel:
         mode = getattr(self._modules[role], "activation_checkpointing", None) or self._strategy.activation_checkpointing

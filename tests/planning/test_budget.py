@@ -49,6 +49,7 @@ def test_what_the_first_update_makes_is_not_free(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1_000_000, 2_000_000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500_000)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 300_000)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
     strategy._resolve(1)
     models = RewardEnsemble([Reward(tiny_config("llama")) for _ in range(3)])
     assert MicroBatchBudget(strategy, {"reward": models}, {}).of("reward") == 16_384  # its models are not one

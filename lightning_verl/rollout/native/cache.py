@@ -106,11 +106,14 @@ def as_bytes(data: Tensor) -> Tensor:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that a cache could take now: free on the device, or reserved by torch and unused.
+    """Memory that tensors could take now: free on the device, or reserved by torch and unused.
 
-    On the CPU, where no call tells this everywhere, a quarter of the machine's memory.
+    What ``torch.cuda.set_per_process_memory_fraction`` allows bounds it. On the CPU, where no call tells this
+    everywhere, it is a quarter of the machine's memory.
     """
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free, total = torch.cuda.mem_get_info(device)
+        reserved = torch.cuda.memory_reserved(device)
+        allowed = int(total * torch.cuda.get_per_process_memory_fraction(device)) - reserved
+        return min(free, allowed) + reserved - torch.cuda.memory_allocated(device)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4

@@ -91,3 +91,15 @@ def test_without_host_blocks_nothing_can_go_there() -> None:
 
 def test_free_memory_is_some_of_this_machine() -> None:
     assert 2**26 < free_bytes(torch.device("cpu")) < 2**45
+
+
+def test_a_share_of_the_gpu_bounds_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    share = 1.0
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (700, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 200)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 150)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: share)
+    device = torch.device("cuda", 0)
+    assert free_bytes(device) == 700 + 200 - 150  # 800 more may be reserved, 700 are there
+    share = 0.5
+    assert free_bytes(device) == 500 - 150
