@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from lightning_verl.data.prompts import AsyncRolloutDataset
     from lightning_verl.dataflow import HybridDataFlow
+    from lightning_verl.trainer import RLTrainer
 
 ALGORITHMS: dict[str, type[Algorithm]] = {"grpo": GRPO, "ppo": PPO, "sft": SFT}
 """The names that ``algorithm: {name: ...}`` takes."""
@@ -366,8 +367,13 @@ def make_dataflow(config: TrainConfig, algorithm: Algorithm) -> HybridDataFlow:
     )
 
 
-def make_fabric(config: TrainConfig) -> Fabric:
-    """Make the Fabric of a run, not launched yet."""
+def make_fabric(config: TrainConfig, callbacks: list[Any] | None = None) -> Fabric:
+    """Make the Fabric of a run, not launched yet.
+
+    Args:
+        config: The run.
+        callbacks: Callbacks in place of a run's own; then nothing is logged, and no checkpoint written.
+    """
     from lightning.fabric import Fabric
     from lightning.fabric.loggers import CSVLogger
 
@@ -384,18 +390,14 @@ def make_fabric(config: TrainConfig) -> Fabric:
         activation_offload=layouts.activation_offload,
         compile_layers=layouts.compile_layers,
     )
+    own = [Throughput(), ProgressBar(), ProgressLines(), Checkpoint(output / "checkpoints", config.checkpoint_every)]
     return Fabric(
         accelerator=config.accelerator,
         devices=config.devices,
         precision=config.precision,
         strategy=strategy,
-        loggers=[CSVLogger(output, name="logs", flush_logs_every_n_steps=1)],
-        callbacks=[
-            Throughput(),
-            ProgressBar(),
-            ProgressLines(),
-            Checkpoint(output / "checkpoints", config.checkpoint_every),
-        ],
+        loggers=[CSVLogger(output, name="logs", flush_logs_every_n_steps=1)] if callbacks is None else [],
+        callbacks=own if callbacks is None else callbacks,
     )
 
 
@@ -428,8 +430,28 @@ def run_training(config: TrainConfig) -> dict[str, float]:
             of the optimizer is.
     """
     from lightning_verl.callbacks import Checkpoint
+
+    check_libraries(config)
+    latest = Checkpoint.latest(Path(config.output) / "checkpoints")
+    if latest is not None and not config.resume:
+        raise ConfigError(
+            f"output: {config.output} holds the run of {latest.name}; set resume: true, or another output."
+        )
+    fabric = make_fabric(config)
+    trainer = make_trainer(config, fabric)
+    metrics = trainer.fit(config.steps, resume_from=latest)
+    trainer.dataflow.save_pretrained(Path(config.output) / "model")
+    fabric.logger.finalize("success")
+    return metrics
+
+
+def check_libraries(config: TrainConfig) -> None:
+    """Refuse a config whose engine or optimizer needs a library that is not there, before anything is made.
+
+    Raises:
+        ConfigError: With the name of the library.
+    """
     from lightning_verl.rollout.engines import check_engine
-    from lightning_verl.trainer import RLTrainer
 
     try:
         check_engine("engine", config.engine.name, config.engine.options)
@@ -439,18 +461,26 @@ def run_training(config: TrainConfig) -> dict[str, float]:
         check_optimizer("optimizer.name", config.optimizer.name)
     except ImportError as error:
         raise ConfigError(str(error)) from error
-    latest = Checkpoint.latest(Path(config.output) / "checkpoints")
-    if latest is not None and not config.resume:
-        raise ConfigError(
-            f"output: {config.output} holds the run of {latest.name}; set resume: true, or another output."
-        )
-    fabric = make_fabric(config)
+
+
+def make_trainer(config: TrainConfig, fabric: Fabric) -> RLTrainer:
+    """Launch Fabric, unless that was done, and make the trainer of a run.
+
+    Args:
+        config: The run.
+        fabric: From ``make_fabric``.
+
+    Raises:
+        ConfigError: A reward is missing or not found.
+    """
+    from lightning_verl.trainer import RLTrainer
+
     if os.environ.get("LT_CLI_USED") != "1":  # Fabric's own launcher has done it, and forbids to do it again
         fabric.launch()
     fabric.seed_everything(config.seed)
     algorithm = make_algorithm(config.algorithm)
     dataflow = make_dataflow(config, algorithm)
-    trainer = RLTrainer(
+    return RLTrainer(
         fabric,
         dataflow,
         algorithm,
@@ -464,7 +494,3 @@ def run_training(config: TrainConfig) -> dict[str, float]:
         warmup_steps=config.optimizer.warmup_steps,
         decay_steps=config.optimizer.decay_steps,
     )
-    metrics = trainer.fit(config.steps, resume_from=latest)
-    dataflow.save_pretrained(Path(config.output) / "model")
-    fabric.logger.finalize("success")
-    return metrics
