@@ -6,10 +6,9 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -19,6 +18,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
+
+from lightning_verl.tuning.profile import busy_share, kernels_of
 
 LEARNING_RATE = 1e-6
 KL = 0.04
@@ -107,7 +108,8 @@ class StepMeter:
         print(f"step {self._done} of {self.total}: {seconds:.2f} s", file=sys.stderr, flush=True)
         if self._profiler is not None:
             self._profiler.stop()
-            self.side = replace(self.side, busy=busy_share(_kernels(self._profiler), seconds * 1e9))
+            spans = [(kernel.start, kernel.end) for kernel in kernels_of(self._profiler)]
+            self.side = replace(self.side, busy=busy_share(spans, seconds * 1e9))
             self.write()
         elif self._done > self._warmup:
             self.side = replace(self.side, steps=[*self.side.steps, step], update_flops=update_flops)
@@ -124,24 +126,6 @@ class StepMeter:
     def write(self) -> None:
         """Write what is known so far."""
         self._output.write_text(json.dumps(asdict(self.side)))
-
-
-def busy_share(spans: Iterable[tuple[int, int]], whole: float) -> float | None:
-    """Share of a time that is covered by spans, each from its start to its end; None without spans."""
-    covered, reached = 0, None
-    for start, end in sorted(spans):
-        begin = start if reached is None else max(start, reached)
-        covered += max(0, end - begin)
-        reached = end if reached is None else max(end, reached)
-    return None if reached is None else covered / whole
-
-
-def _kernels(profiler: Any) -> Iterator[tuple[int, int]]:
-    """Start and end of every kernel, in ns; copies are no kernels."""
-    for event in profiler.profiler.kineto_results.events():
-        on_device = event.device_type() == torch.autograd.DeviceType.CUDA and not event.is_user_annotation()
-        if on_device and not event.name().startswith(("Memcpy", "Memset")):
-            yield event.start_ns(), event.start_ns() + event.duration_ns()
 
 
 # ---- the processes ---------------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ import pytest
 import torch
 from benchmark_scripts import FOLDER, load_script
 
+from lightning_verl.tuning.profile import Kernel
+
 GIB = 2**30
 
 
@@ -265,25 +267,6 @@ def test_what_throughput_measured_becomes_phases(benchmark: ModuleType, monkeypa
 # ---- clocks and lengths ----------------------------------------------------------------------------------------------
 
 
-def test_busy_is_what_spans_cover(common: ModuleType) -> None:
-    # 0-4 and 2-6 cover 6, 3-5 lies within, 8-10 covers 2 more: 8 of 16
-    assert common.busy_share([(8, 10), (0, 4), (2, 6), (3, 5)], 16.0) == 0.5
-    assert common.busy_share([], 16.0) is None
-
-
-def test_copies_and_annotations_are_no_kernels(common: ModuleType) -> None:
-    def event(name: str, kind: str = "CUDA", annotation: bool = False) -> Any:
-        device = getattr(torch.autograd.DeviceType, kind)
-        functions = {"name": name, "device_type": device, "is_user_annotation": annotation}
-        functions |= {"start_ns": 10, "duration_ns": 5}
-        return SimpleNamespace(**{key: lambda value=value: value for key, value in functions.items()})
-
-    events = [event("gemm"), event("Memcpy DtoD"), event("Memset"), event("launch", "CPU"), event("step", "CUDA", True)]
-    kineto = SimpleNamespace(events=lambda: events)
-    profiler = SimpleNamespace(profiler=SimpleNamespace(kineto_results=kineto))
-    assert list(common._kernels(profiler)) == [(10, 15)]
-
-
 def test_the_last_step_is_profiled_on_a_gpu(
     common: ModuleType, results: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,7 +277,8 @@ def test_the_last_step_is_profiled_on_a_gpu(
     monkeypatch.setattr(common.torch, "cuda", cuda)
     profiler = SimpleNamespace(start=lambda: calls.append("start"), stop=lambda: calls.append("stop"))
     monkeypatch.setattr(common.torch.profiler, "profile", lambda activities: profiler)
-    monkeypatch.setattr(common, "_kernels", lambda given: [(0, 10**9)] if given is profiler else [])
+    seen = [Kernel("gemm", 0, 10**9)]
+    monkeypatch.setattr(common, "kernels_of", lambda given: seen if given is profiler else [])
     meter = common.StepMeter(results.Side(16, device="GPU"), path, warmup=1, steps=2, profile=True)
     assert meter.total == 4
     meter.begin()

@@ -55,6 +55,12 @@ def backlog() -> dict[str, int]:
     return {group: done for group, done in finished.items() if int(status[group]["last_enqueued_collective"]) != done}
 
 
+def recorded(nccl: bool) -> list[dict[str, Any]]:
+    """All entries that the recorder still holds, as it writes them, the oldest first."""
+    entries: list[dict[str, Any]] = _dump(nccl, True, False).get("entries", [])
+    return sorted(entries, key=lambda entry: int(entry["record_id"]))
+
+
 def _dump(nccl: bool, collectives: bool, active: bool) -> dict[str, Any]:
     name = "_dump_nccl_trace_json" if nccl else "_dump_fr_trace_json"
     dump = getattr(torch._C._distributed_c10d, name, None)  # NCCL's is not in builds for the CPU
