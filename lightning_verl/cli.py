@@ -118,6 +118,48 @@ def plan(words: Sequence[str]) -> None:
         raise UsageError(str(error)) from error
 
 
+def tune(words: Sequence[str]) -> None:
+    """find the fastest settings for a YAML file on this machine, and write them"""
+    from lightning_verl.config import ConfigError
+    from lightning_verl.tuning.candidates import KNOBS
+    from lightning_verl.tuning.search import TuneError
+    from lightning_verl.tuning.tune import tune as search
+
+    names = [knob.name for knob in KNOBS]
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} tune",
+        description="Take a few steps of a config with one setting after the other, each trial in processes of its "
+        "own, and keep what is measurably faster or needed to fit. The order: " + ", ".join(names) + ".",
+        epilog=f"Options of `{PROGRAM} train`, such as --batch.epochs 2, go before what the file says here too.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", help="the YAML file; devices says on how many ranks")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="where the result goes (default: CONFIG.tuned.yaml)")
+    parser.add_argument("--only", nargs="+", choices=names, default=[], help="settings to try (default: all)")
+    parser.add_argument(
+        "--trial-steps", type=_positive(int), default=3, help="steps of a trial, after one that does not count"
+    )
+    parser.add_argument(
+        "--memory", type=_positive(float), metavar="GIB", help="memory of a GPU to stay within (default: all of it)"
+    )
+    parser.add_argument(
+        "--time-limit", type=_positive(float), default=900.0, metavar="S", help="seconds that a trial may take"
+    )
+    given, options = parser.parse_known_args(words)
+    written = given.write or Path(given.config).with_suffix(".tuned.yaml")
+    try:
+        search(
+            [given.config, *options],
+            written,
+            only=given.only,
+            steps=given.trial_steps,
+            memory_gib=given.memory,
+            time_limit=given.time_limit,
+        )
+    except (ConfigError, TuneError) as error:
+        raise UsageError(str(error)) from error
+
+
 def run(words: Sequence[str]) -> None:
     """start a script with Fabric's launcher, which then knows --strategy hybrid"""
     # Fabric's command line freezes its list of strategies when it is imported; `import lightning_verl` has been before.
@@ -164,6 +206,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "quickstart": quickstart,
     "train": train,
     "plan": plan,
+    "tune": tune,
     "run": run,
     "version": version,
 }

@@ -158,7 +158,7 @@ class HybridDataFlow:
         self.metrics = StepMetrics(fabric.device)
         self.gate = Gate(fabric.strategy)
         self._early = EarlyScoring(fabric.strategy, self.modules)
-        self._budget = MicroBatchBudget(fabric.strategy, self.modules, self.optimizers)
+        self.budget = MicroBatchBudget(fabric.strategy, self.modules, self.optimizers)
         self._exchange = RowExchange(fabric.strategy, [("actor", role) for role in (*ROLES, "rollout")])
         actor = self.modules["actor"]
         if "reference" not in self.modules and getattr(actor, "has_adapter", False):
@@ -398,7 +398,7 @@ class HybridDataFlow:
 
     def _plan(self, role: str, rows: Experience) -> tuple[MicroBatches, Normalizer]:
         """Cut rows into micro-batches, equally many on all data ranks, and count the tokens of all of them."""
-        mask, limit = rows.mask, self.max_tokens_per_micro_batch or self._budget.of(role)
+        mask, limit = rows.mask, self.max_tokens_per_micro_batch or self.budget.of(role)
         batches = MicroBatches.cut(rows.sizes(), limit, self._packing_of(role))
         own = [*torch.stack([mask.sum(), mask.any(1).sum()]).tolist(), len(batches)]
         counts = gather_counts(own, self.strategy.group(role, "scores"))

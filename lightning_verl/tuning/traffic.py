@@ -64,9 +64,7 @@ def received_bytes(entry: Mapping[str, Any], ranks: int) -> int:
 
 
 def _nbytes(sizes: Iterable[Iterable[int]], dtypes: Iterable[str]) -> int:
-    return sum(
-        math.prod(size) * _ELEMENT_BYTES.get(dtype, 1) for size, dtype in zip(sizes, dtypes, strict=False)
-    )
+    return sum(math.prod(size) * _ELEMENT_BYTES.get(dtype, 1) for size, dtype in zip(sizes, dtypes, strict=False))
 
 
 def _group_sizes(entries: Iterable[Mapping[str, Any]]) -> list[int]:
