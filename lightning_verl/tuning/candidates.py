@@ -14,6 +14,7 @@ from lightning_verl.config import ConfigError, StrategyConfig, TrainConfig
 from lightning_verl.planning.budget import LEAST_TOKENS
 from lightning_verl.planning.plan import Hardware, Plan, make_plan
 from lightning_verl.planning.traffic import HOST_RANKS, Traffic
+from lightning_verl.strategies.layout import RoleLayout
 
 _LARGEST_TOKENS = 65_536
 """Micro-batches of more are not tried."""
@@ -113,6 +114,7 @@ def meshes(start: Start) -> Iterator[Candidate]:
     ranks = start.ranks - len({rank for entry in claims.values() for rank in entry["ranks"]})
     pipeline, experts = (strategy.mesh_shape or (1, 1, 1, 1))[2:]
     engine = {key: value for key, value in strategy.hybrid_engine_config.items() if key != "update_dp"}
+    given = _layouts(start.plan)
     fitting: list[tuple[int, Candidate]] = []
     others: list[Candidate] = []
     for tensor in _divisors(min(ranks, HOST_RANKS)):
@@ -120,7 +122,7 @@ def meshes(start: Start) -> Iterator[Candidate]:
             shape = (data, tensor, pipeline, experts)
             config = replace(start.config, strategy=StrategyConfig(shape, claims, engine))
             plan = _plan_or_none(start, config) if ranks % math.prod(shape) == 0 else None
-            if plan is None or plan.layouts == start.plan.layouts:
+            if plan is None or _layouts(plan) == given:
                 continue
             copies = ranks // math.prod(shape)
             candidate = Candidate(f"data {data} x tensor {tensor}" + (f", {copies} copies" * (copies > 1)), config)
@@ -149,10 +151,18 @@ def _plan_or_none(start: Start, config: TrainConfig) -> Plan | None:
         return None
 
 
+def _layouts(plan: Plan) -> dict[str, RoleLayout]:
+    """Of the roles that there are."""
+    return {role: plan.layouts[role] for role in (*plan.roles, "rollout")}
+
+
 def _moved_bytes(plan: Plan) -> int:
-    """Bytes that a rank of the actor receives for a micro-batch."""
-    traffic = Traffic.of(plan.roles["actor"], plan.sizes, None)
-    return 0 if traffic is None else traffic.parameter_bytes + traffic.tensor_bytes
+    """Bytes that a rank of the actor receives for a micro-batch, gradients between copies included."""
+    actor = plan.roles["actor"]
+    copies = actor.layout.replicas
+    traffic = Traffic.of(actor, plan.sizes, None)
+    between = 2 * actor.trained * (copies - 1) // copies
+    return between + (0 if traffic is None else traffic.parameter_bytes + traffic.tensor_bytes)
 
 
 def overflow(plan: Plan) -> str | None:

@@ -55,7 +55,5 @@ def tune(
     write_config(output, outcome.config, f"Written by `lightning-verl tune {words[0]}`.")
     print(f"\n{summary(outcome)}")
     if altered:
-        print(
-            f"{' and '.join(altered)} alter what is learned: compare rewards over a few seeds before you rely on them"
-        )
+        print(f"changes what is learned, so compare rewards over a few seeds: {', '.join(altered)}")
     print(f"written: {output}")
