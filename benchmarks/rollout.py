@@ -30,12 +30,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rollout_results import SHAPES, Case, Divergence, Gap, Offload, Result, Speed, Work, load, model_config, page, save
+from rollout_results import Case, Divergence, Gap, Offload, Result, Speed, Work, load, page, save
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from lightning_verl.models.logprobs import logprobs_from_hidden
 from lightning_verl.rollout.native import NativeEngine, NativeOptions
 from lightning_verl.rollout.sampling import SamplingParams
+from lightning_verl.tuning.shapes import SHAPES, model_config
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "benchmarks" / "rollout.json"

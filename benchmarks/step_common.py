@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from rollout_results import SHAPES, Work
+from rollout_results import Work
 from step_results import PHASES, Side, Step
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -20,6 +20,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from lightning_verl.tuning.profile import busy_share, kernels_of
+from lightning_verl.tuning.shapes import SHAPES
 
 LEARNING_RATE = 1e-6
 KL = 0.04

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric
 from rollout import FixedLengths
-from rollout_results import SHAPES, Work, model_config
+from rollout_results import Work
 from step_common import (
     KL,
     LEARNING_RATE,
@@ -40,6 +40,7 @@ from lightning_verl import (
 from lightning_verl.callbacks import Throughput
 from lightning_verl.callbacks.throughput import UpdateCost
 from lightning_verl.rollout.base import RolloutEngine
+from lightning_verl.tuning.shapes import SHAPES, model_config
 
 
 class FixedLengthsActor(Actor):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rollout_results import SHAPES, Work, model_config
+from rollout_results import Work
 from step_common import (
     KL,
     LEARNING_RATE,
@@ -30,6 +30,7 @@ from step_common import (
 from transformers import AutoModelForCausalLM, LogitsProcessor, TrainerCallback
 
 from lightning_verl.callbacks.throughput import UpdateCost
+from lightning_verl.tuning.shapes import SHAPES, model_config
 
 
 class ForcedLengths(LogitsProcessor):  # type: ignore[misc]

@@ -137,7 +137,7 @@ def tune(words: Sequence[str]) -> None:
     parser.add_argument("--write", type=Path, metavar="FILE", help="where the result goes (default: CONFIG.tuned.yaml)")
     parser.add_argument("--only", nargs="+", choices=names, default=[], help="settings to try (default: all)")
     parser.add_argument(
-        "--trial-steps", type=_positive(int), default=3, help="steps of a trial, after one that does not count"
+        "--trial-steps", type=_positive(int), default=3, help="steps of a trial that count (default: 3)"
     )
     parser.add_argument(
         "--memory", type=_positive(float), metavar="GIB", help="memory of a GPU to stay within (default: all of it)"
@@ -158,6 +158,13 @@ def tune(words: Sequence[str]) -> None:
         )
     except (ConfigError, TuneError) as error:
         raise UsageError(str(error)) from error
+
+
+def tunings(words: Sequence[str]) -> None:
+    """measure what each tuning is worth on this machine"""
+    from lightning_verl.tuning.tunings import main
+
+    main(words)
 
 
 def run(words: Sequence[str]) -> None:
@@ -207,6 +214,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "train": train,
     "plan": plan,
     "tune": tune,
+    "tunings": tunings,
     "run": run,
     "version": version,
 }

@@ -25,8 +25,8 @@ class Kernel:
 class Profile:
     """One step of one rank."""
 
-    busy: float
-    """Share of the step's time with a kernel running."""
+    busy: float | None
+    """Share of the step's time with a kernel running; None where no kernel was seen."""
     collectives: int
     """Kernels of collectives."""
     mean_latency: float | None
@@ -44,7 +44,7 @@ class Profile:
         """
         latencies = [(kernel.end - kernel.start) / 1e9 for kernel in kernels if kernel.name.startswith("nccl")]
         return cls(
-            busy=busy_share([(kernel.start, kernel.end) for kernel in kernels], seconds * 1e9) or 0.0,
+            busy=busy_share([(kernel.start, kernel.end) for kernel in kernels], seconds * 1e9),
             collectives=len(latencies),
             mean_latency=statistics.fmean(latencies) if latencies else None,
             largest_latency=max(latencies, default=None),

@@ -6,6 +6,8 @@ from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from lightning_verl.config import read_config
 from lightning_verl.tuning.candidates import KNOBS
 from lightning_verl.tuning.files import write_config
@@ -15,6 +17,8 @@ from lightning_verl.tuning.tune_report import head, line, summary
 
 WARMUP = 1
 """Steps of a trial that do not count."""
+CUDA_WARMUP = 2
+"""The same on a GPU, where kernels are compiled in the first one, and memory settles in the second."""
 
 
 def tune(
@@ -42,7 +46,9 @@ def tune(
     """
     config = read_config(words)
     modules = Path(words[0]).parent.resolve()
-    run = partial(run_trial, modules=modules, steps=steps, warmup=WARMUP, memory_gib=memory_gib, time_limit=time_limit)
+    on_cuda = torch.cuda.is_available() and config.accelerator != "cpu"
+    warmup = CUDA_WARMUP if on_cuda else WARMUP
+    run = partial(run_trial, modules=modules, steps=steps, warmup=warmup, memory_gib=memory_gib, time_limit=time_limit)
 
     def report(row: Row) -> None:
         print(line(row), flush=True)

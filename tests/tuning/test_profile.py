@@ -43,4 +43,4 @@ def test_latencies_are_those_of_collectives() -> None:
     assert profile.mean_latency == pytest.approx(0.003)  # (4 + 2) / 2
     assert profile.largest_latency == pytest.approx(0.004)
     assert Profile.of(kernels[:1], 0.016) == Profile(0.25, 0, None, None)
-    assert Profile.of([], 0.016) == Profile(0.0, 0, None, None)
+    assert Profile.of([], 0.016) == Profile(None, 0, None, None)
