@@ -47,17 +47,6 @@ class EndlessActor(Actor):
         return ()
 
 
-class CacheReport:
-    """Adds what the rollout's cache took to the metrics of a step; it stands before ``Probe``."""
-
-    def on_step_end(self, trainer: RLTrainer, metrics: dict[str, float]) -> None:
-        """Add it, on a rank that has the actor."""
-        engine: Any = trainer.dataflow.modules["actor"].engine if trainer.fabric.global_rank == 0 else None
-        if engine is not None and engine.report is not None:
-            for name in ("cache_bytes", "host_bytes", "swapped_bytes", "preemptions"):
-                metrics[f"cache/{name}"] = float(getattr(engine.report, name))
-
-
 def run_arm(arm: Arm, work: Work, accelerator: str, steps: int, warmup: int, time_limit: float, folder: Path) -> Record:
     """Do the work in one way, in processes of its own.
 
@@ -83,7 +72,7 @@ def main(words: Sequence[str] | None = None) -> None:
     with reporting(folder):
         given = json.loads((folder / "given.json").read_text())
         arm, work = Arm(**given["arm"]), Work(**given["work"])
-        probe = Probe(record_path(folder), given["warmup"], given["steps"])
+        probe = Probe(record_path(folder), given["warmup"], given["steps"], profile=True)
         trainer = make_trainer(arm, work, given["accelerator"], probe)
         if trainer.fabric.device.type == "cuda":
             torch.cuda.empty_cache()  # the whole models that the roles were cut from
@@ -93,7 +82,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 def make_trainer(arm: Arm, work: Work, accelerator: str, probe: Probe) -> RLTrainer:
     """The trainer of an arm, on the ranks that Fabric starts."""
-    callbacks = [Throughput(), CacheReport(), probe]
+    callbacks = [Throughput(), probe]
     callbacks += [NCCLGroupIsolation()] if arm.isolated else []
     callbacks += [PrefetchLoader(_PREFETCHED)] if arm.prefetch else []
     strategy = HybridStrategy(arm.mesh, arm.parallelism, activation_checkpointing=arm.checkpointing)

@@ -193,6 +193,8 @@ def checkpointings(start: Start) -> Iterator[Candidate]:
 def kv_offloads(start: Start) -> Iterator[Candidate]:
     """Keys and values of samples that step back go to host memory; the native engine's."""
     engine = start.config.engine
+    if not start.plan.algorithm.needs_reward:  # nothing is generated
+        return
     if engine.name in ("auto", "native") and not engine.options.get("offload_kvcache"):
         changed = replace(engine, options={**engine.options, "offload_kvcache": True})
         yield Candidate("offload_kvcache", replace(start.config, engine=changed))

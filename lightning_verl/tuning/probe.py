@@ -25,23 +25,23 @@ class Probe:
     """Measures some steps and writes a ``Record``. It stands behind ``Throughput`` in the list of callbacks.
 
     The steps before ``warmup`` do not count; behind the rollout of the last of them ranks measure a plain collective.
-    On a GPU one more step than those that count runs under the profiler.
 
     Args:
         output: The file; rank 0 writes it.
         warmup: Steps that do not count, at least 1.
         steps: Steps that do, at least 1.
+        profile: Whether one more step runs under the profiler, on a GPU.
 
     Raises:
         ValueError: A number is below 1.
     """
 
-    def __init__(self, output: Path, warmup: int, steps: int) -> None:
+    def __init__(self, output: Path, warmup: int, steps: int, profile: bool = False) -> None:
         for name, value in (("warmup", warmup), ("steps", steps)):
             if value < 1:
                 raise ValueError(f"Probe got {name}={value}; it takes at least 1 step.")
         self._output, self._warmup, self._steps = output, warmup, steps
-        self._profiles = torch.cuda.is_available()
+        self._profiles = profile and torch.cuda.is_available()
         self._profiler: torch.profiler.profile | None = None
         self._traffic = TrafficMeter()
         self._done = 0
@@ -85,7 +85,7 @@ class Probe:
             self._record = replace(self._record, profile=profile)
             self._write()
         elif self._counts:
-            self._metrics.append(dict(metrics))
+            self._metrics.append({**metrics, **_cache_metrics(trainer)})
             for phase, peak in _peaks(trainer.fabric.device, metrics).items():
                 self._peaks[phase] = max(self._peaks.get(phase, 0), peak)
         if self._done >= self._warmup - 1:
@@ -138,6 +138,15 @@ def memory_of_rank(device: torch.device, ranks: int) -> int:
         total = torch.cuda.get_device_properties(device).total_memory
         return int(total * torch.cuda.get_per_process_memory_fraction(device))
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks
+
+
+def _cache_metrics(trainer: RLTrainer) -> dict[str, float]:
+    """What the native engine's cache took in the last rollout, on rank 0, whose metrics are kept."""
+    if not trainer.algorithm.needs_reward or trainer.fabric.global_rank != 0:
+        return {}
+    report = getattr(trainer.dataflow.modules["actor"].engine, "report", None)
+    names = ("cache_bytes", "host_bytes", "swapped_bytes", "preemptions")
+    return {} if report is None else {f"cache/{name}": float(getattr(report, name)) for name in names}
 
 
 def _peaks(device: torch.device, metrics: dict[str, float]) -> dict[str, int]:

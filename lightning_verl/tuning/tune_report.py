@@ -51,10 +51,11 @@ def _bandwidths(rows: Sequence[Row]) -> Iterator[str]:
         if without is None or with_offload is None:
             yield "collective bandwidth behind the rollout: nothing to measure on one rank"
         else:
-            change = (
-                f"{without / 1e9:.2f} GB/s without the offload of keys and values, {with_offload / 1e9:.2f} with it"
+            swapped = row.metrics.get("cache/swapped_bytes", 0.0) / 2**30
+            yield (
+                f"collective bandwidth behind the rollout: {without / 1e9:.2f} GB/s without the offload of keys and "
+                f"values, {with_offload / 1e9:.2f} with it, which moved {swapped:.2f} GiB a step"
             )
-            yield f"collective bandwidth behind the rollout: {change}"
 
 
 def _rewards(rows: Sequence[Row]) -> Iterator[str]:

@@ -125,6 +125,8 @@ def test_the_offload_is_the_native_engines(start: Start) -> None:
     assert list(candidates.kv_offloads(replace(start, config=found.config))) == []
     other = replace(start.config, engine=EngineConfig("transformers"))
     assert list(candidates.kv_offloads(replace(start, config=other))) == []
+    examples = replace(start.config, algorithm={"name": "sft"})
+    assert list(candidates.kv_offloads(replace(start, config=examples))) == []
 
 
 def test_an_adapter_is_tried_where_there_is_none(start: Start) -> None:

@@ -8,9 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from tuning_configs import make_run
 
+from lightning_verl.testing import run_ranks
 from lightning_verl.tuning import trial
 from lightning_verl.tuning.files import write_config
 from lightning_verl.tuning.record import Record, load, save
@@ -28,6 +30,8 @@ def check_tiny_trial(found: Record, folder: Path) -> None:
     assert found.micro_batch_tokens == 16_384
     assert (found.bandwidth, found.received_bytes, found.profile) == (None, 0, None)
     assert found.peak > 100 * 2**20
+    assert found.metrics["cache/cache_bytes"] > 0
+    assert found.metrics["cache/swapped_bytes"] == 0
     assert found.metrics["time/step"] == pytest.approx(sum(found.seconds) / 2)
     assert not (folder / "out").exists()
 
@@ -38,6 +42,24 @@ def test_the_process_measures_steps_and_leaves_nothing(tmp_path: Path, monkeypat
     write_config(tmp_path / "config.yaml", make_run(tmp_path))
     trial.main([str(tmp_path), str(tmp_path), "--steps", "2", "--warmup", "1"])
     check_tiny_trial(load(record_path(tmp_path)), tmp_path)
+
+
+def take_trial(folder: Path) -> None:
+    trial.main([str(folder), str(folder), "--steps", "2", "--warmup", "1"])
+
+
+def test_two_ranks_put_their_figures_together(tmp_path: Path) -> None:
+    write_config(tmp_path / "config.yaml", make_run(tmp_path, devices=2))
+    run_ranks(take_trial, 2, tmp_path)
+    found = load(record_path(tmp_path))
+    assert (found.ranks, len(found.seconds), len(found.scores)) == (2, 2, 2 * 8)
+    assert found.rates[0] == pytest.approx(found.tokens[0] / found.seconds[0] / 2)
+    assert found.bandwidth is not None
+    assert found.bandwidth > 1e6
+    # Half of the weights comes at least twice in each of two updates, for both passes, and half of the gradients.
+    weights = safetensors.torch.load_file(tmp_path / "model" / "model.safetensors")
+    held = sum(tensor.nbytes for tensor in weights.values())
+    assert 2 * 3 * held / 2 <= found.received_bytes <= 2 * 8 * held / 2
 
 
 @pytest.mark.slow

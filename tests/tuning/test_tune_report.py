@@ -34,12 +34,15 @@ def test_the_summary_compares_with_the_best_before(tmp_path: Path) -> None:
     rows = [
         Row("start", "as given", "", first, kept=True),
         Row("mesh", "data 2", "", faster, kept=True),
-        Row("kv-offload", "offload_kvcache", "", replace(first, bandwidth=3e9)),
+        Row(
+            "kv-offload", "offload_kvcache", "", replace(first, bandwidth=3e9, metrics={"cache/swapped_bytes": 2.0**29})
+        ),
         Row("lora", "r 16", "", replace(first, scores=[0.0, 0.0, 1.0, 1.0])),
     ]
     assert summary(Outcome(make_run(tmp_path), faster, rows)).splitlines() == [
         "100 tokens a second and rank, 2.00 x the 50 of the config as given; peak 1.00 GiB for 1.00",
-        "collective bandwidth behind the rollout: 4.00 GB/s without the offload of keys and values, 3.00 with it",
+        "collective bandwidth behind the rollout: 4.00 GB/s without the offload of keys and values, 3.00 with it, "
+        "which moved 0.50 GiB a step",
         "rewards, all weights: mean 0.750, deviation 0.433, quantiles 10% 0.000, 50% 1.000, 90% 1.000",
         "rewards, LoRA: mean 0.500, deviation 0.500, quantiles 10% 0.000, 50% 1.000, 90% 1.000",
         "rewards, shift under LoRA: mean -0.250, largest distance of the distributions 0.250",
