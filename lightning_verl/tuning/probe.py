@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,7 @@ class Probe:
         self._peaks: dict[str, int] = {}
         self._scores: list[float] = []
         self._bandwidth: float | None = None
-        self._received = 0
+        self._received: int | None = None
 
     @property
     def total(self) -> int:
@@ -111,7 +112,7 @@ class Probe:
             metrics={name: statistics.fmean(m[name] for m in self._metrics if name in m) for name in sorted(names)},
             scores=[score for _, scores, _ in ranks for score in scores],
             bandwidth=self._bandwidth,
-            received_bytes=round(statistics.fmean(received for _, _, received in ranks)),
+            received_bytes=_mean([received for _, _, received in ranks]),
         )
         if trainer.fabric.global_rank == 0:  # which has the actor
             flow = trainer.dataflow
@@ -155,6 +156,12 @@ def _peaks(device: torch.device, metrics: dict[str, float]) -> dict[str, int]:
         return {"process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     kept = {name: value for name, value in metrics.items() if name.startswith("memory/") and name.endswith("_gib")}
     return {name[len("memory/") : -len("_gib")]: int(value * 2**30) for name, value in kept.items()}
+
+
+def _mean(numbers: Sequence[int | None]) -> int | None:
+    """None where one of them is."""
+    known = [number for number in numbers if number is not None]
+    return round(statistics.fmean(known)) if len(known) == len(numbers) else None
 
 
 def _of_every_rank(own: Any) -> list[Any]:

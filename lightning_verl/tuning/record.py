@@ -34,8 +34,8 @@ class Record:
     """Rewards of the valid samples of all steps, over all ranks."""
     bandwidth: float | None = None
     """Bytes a second of a plain all-gather behind the rollout of a step that does not count; None on one rank."""
-    received_bytes: int = 0
-    """What collectives brought to a rank in the last step, the mean over ranks."""
+    received_bytes: int | None = None
+    """What collectives brought to a rank in the last step, the mean over ranks; None where it was not all recorded."""
     micro_batch_tokens: int = 0
     """Most tokens of a micro-batch of the actor."""
     profile: Profile | None = None

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning_verl.models.compat import all_gather_flat
 from lightning_verl.strategies import recorder
 
-RECORDER_SIZE = 2**17
+RECORDER_SIZE = 2**16
 """Collectives that the recorder must hold: more than one step has."""
 _ELEMENT_BYTES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "BFloat16": 2, "Half": 2, "Short": 2}
 """By torch's names of dtypes; all others have one byte."""
@@ -32,13 +32,19 @@ class TrafficMeter:
     def __init__(self) -> None:
         self._seen = -1
 
-    def read(self) -> int:
-        """Bytes since the last reading; those of the whole process the first time. 0 without a process group."""
+    def read(self) -> int | None:
+        """Bytes since the last reading; those of the whole process the first time.
+
+        0 without a process group; None where the recorder no longer holds all of them.
+        """
         if not dist.is_initialized():
             return 0
         entries = recorder.recorded(nccl=dist.get_backend() == "nccl")
         new = [entry for entry in entries if int(entry["record_id"]) > self._seen]
+        lost = bool(new) and int(new[0]["record_id"]) != self._seen + 1
         self._seen = max((int(entry["record_id"]) for entry in entries), default=self._seen)
+        if lost:
+            return None
         return sum(received_bytes(entry, size) for entry, size in zip(new, _group_sizes(new), strict=True))
 
 

@@ -28,7 +28,7 @@ class Figures:
     """GB."""
     micro_batch: float
     """Tokens."""
-    received: float
+    received: float | None
     """Bytes that collectives bring to a rank, for each token of the step."""
     mean_latency: float | None
     """Of collectives, in ms."""
@@ -58,7 +58,7 @@ class Figures:
             peak=record.peak / 1e9,
             rollout_peak=None if rollout is None else rollout / 1e9,
             micro_batch=record.micro_batch_tokens,
-            received=record.received_bytes / record.tokens[-1],
+            received=None if record.received_bytes is None else record.received_bytes / record.tokens[-1],
             mean_latency=_milliseconds(profile.mean_latency),
             largest_latency=_milliseconds(profile.largest_latency),
             scoring=scoring * 1e3,

@@ -59,6 +59,22 @@ def test_the_meter_reads_what_was_issued_since() -> None:
     assert found == [[600, 400, 0], [600, 400, 0], [600, 0, 0], [600, 0, 0]]
 
 
+def test_what_the_recorder_has_lost_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = [
+        entry("gloo:broadcast", [5], [5]) | {"record_id": number, "process_group": ["0", ""]} for number in range(4)
+    ]
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr("lightning_verl.strategies.recorder.recorded", lambda nccl: held)
+    meter = TrafficMeter()
+    assert meter.read() == 4 * 20
+    assert meter.read() == 0
+    held[:] = [{**held[0], "record_id": number} for number in (5, 6)]  # 4 is gone
+    assert meter.read() is None
+    held += [{**held[0], "record_id": 7}]
+    assert meter.read() == 20
+
+
 def measure() -> float | None:
     dist.init_process_group("gloo")
     return collective_bandwidth(torch.device("cpu"))
