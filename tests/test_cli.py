@@ -68,7 +68,9 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     text = capsys.readouterr().out
-    assert all(f"  {command} " in text for command in ("quickstart", "train", "plan", "run", "version"))
+    assert all(
+        f"  {command} " in text for command in ("quickstart", "train", "plan", "tune", "tunings", "run", "version")
+    )
 
 
 def test_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
