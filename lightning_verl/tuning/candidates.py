@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_verl.config import ConfigError, StrategyConfig, TrainConfig
+from lightning_verl.config import ConfigError, TrainConfig
 from lightning_verl.planning.budget import LEAST_TOKENS
 from lightning_verl.planning.plan import Hardware, Plan, make_plan
 from lightning_verl.planning.traffic import HOST_RANKS, Traffic
@@ -120,7 +120,8 @@ def meshes(start: Start) -> Iterator[Candidate]:
     for tensor in _divisors(min(ranks, HOST_RANKS)):
         for data in _divisors(ranks):
             shape = (data, tensor, pipeline, experts)
-            config = replace(start.config, strategy=StrategyConfig(shape, claims, engine))
+            layout = replace(strategy, mesh_shape=shape, parallelism_config=claims, hybrid_engine_config=engine)
+            config = replace(start.config, strategy=layout)
             plan = _plan_or_none(start, config) if ranks % math.prod(shape) == 0 else None
             if plan is None or _layouts(plan) == given:
                 continue
