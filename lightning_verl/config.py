@@ -26,6 +26,7 @@ from lightning_verl.algorithms.grpo import GRPO
 from lightning_verl.algorithms.ppo import PPO
 from lightning_verl.algorithms.sft import SFT
 from lightning_verl.data.microbatches import Packing
+from lightning_verl.models.quantize import Quantization, check_quantization
 from lightning_verl.roles.optimizers import OptimizerName, check_optimizer
 from lightning_verl.rollout.sampling import SamplingParams
 from lightning_verl.strategies.layout import check_names
@@ -59,6 +60,8 @@ class ModelConfig:
     """What a KL penalty measures from; None takes the actor as it starts. Only used where there is a penalty."""
     lora: dict[str, Any] | None = None
     """An adapter for actor and critic, such as ``{r: 8, alpha: 16, target_modules: [q_proj, v_proj]}``."""
+    quantization: Quantization | None = None
+    """``nf4``: hold the linear layers below the adapters in 4 bits; needs bitsandbytes."""
     activation_checkpointing: Literal["selective", "full"] | None = None
     """What is recomputed in the backward pass."""
 
@@ -338,7 +341,23 @@ def role_sources(config: TrainConfig, algorithm: Algorithm) -> dict[str, str]:
 def trained_role_options(config: TrainConfig) -> dict[str, Any]:
     """What shapes actor and critic, besides their weights."""
     model = config.model
-    return {"lora_config": model.lora, "activation_checkpointing": model.activation_checkpointing}
+    return {
+        "lora_config": model.lora,
+        "quantization": model.quantization,
+        "activation_checkpointing": model.activation_checkpointing,
+    }
+
+
+def check_model(config: TrainConfig) -> None:
+    """Refuse models that cannot be built as they are asked for.
+
+    Raises:
+        ConfigError: Quantisation without an adapter, or its library is missing.
+    """
+    try:
+        check_quantization("model", config.model.quantization, config.model.lora is not None)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(str(error).replace("lora_config", "lora", 1)) from error
 
 
 def make_dataflow(config: TrainConfig, algorithm: Algorithm) -> HybridDataFlow:
@@ -446,10 +465,10 @@ def run_training(config: TrainConfig) -> dict[str, float]:
 
 
 def check_libraries(config: TrainConfig) -> None:
-    """Refuse a config whose engine or optimizer needs a library that is not there, before anything is made.
+    """Refuse a config whose engine, optimizer or model needs a library that is not there, before anything is made.
 
     Raises:
-        ConfigError: With the name of the library.
+        ConfigError: With the name of the library; or 4-bit weights without an adapter.
     """
     from lightning_verl.rollout.engines import check_engine
 
@@ -461,6 +480,7 @@ def check_libraries(config: TrainConfig) -> None:
         check_optimizer("optimizer.name", config.optimizer.name)
     except ImportError as error:
         raise ConfigError(str(error)) from error
+    check_model(config)
 
 
 def make_trainer(config: TrainConfig, fabric: Fabric) -> RLTrainer:

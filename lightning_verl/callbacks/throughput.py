@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
+
+from lightning_verl.models.quantize import whole_shape
 
 if TYPE_CHECKING:
     from lightning_verl.data.experience import RolloutBatch
@@ -169,7 +172,7 @@ class UpdateCost:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return cls(
             trained=sum(matrix.numel() for matrix in matrices if matrix.requires_grad),
-            frozen=sum(matrix.numel() for matrix in matrices if not matrix.requires_grad),
+            frozen=sum(math.prod(whole_shape(matrix)) for matrix in matrices if not matrix.requires_grad),
             attention=config.num_hidden_layers * config.num_attention_heads * head_dim,
         )
 

@@ -19,6 +19,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from lightning_verl.models.quantize import quantize
+
 ModelSource = str | Path | PretrainedConfig | nn.Module
 """A hub name, a folder, a config (random weights), or a module that is used as it is."""
 
@@ -88,3 +90,20 @@ def add_lora(model: nn.Module, lora_config: dict[str, Any] | LoraConfig, owner: 
             "(tie_word_embeddings=False) first."
         )
     model.add_adapter(lora_config)
+
+
+def prepare(
+    owner: str, model: nn.Module, lora_config: dict[str, Any] | LoraConfig | None, quantization: str | None
+) -> None:
+    """Put frozen layers into 4 bits and adapters on them, as far as asked for, in place.
+
+    Args:
+        owner: The role's class name, for messages.
+        model: A transformers model.
+        lora_config: See ``add_lora``; None for no adapter.
+        quantization: One of ``quantize.Quantization``, checked before; None for none.
+    """
+    if quantization is not None:
+        quantize(model)
+    if lora_config is not None:
+        add_lora(model, lora_config, owner)

@@ -21,6 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter  # torch
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_verl.models.compat import reduce_scatter_flat
+from lightning_verl.models.quantize import quantized_parameters
 from lightning_verl.parallel.structure import decoder_layers
 
 
@@ -73,6 +74,7 @@ def apply_fsdp(
         offload: Where shards, their gradients and so the optimizer's states live; None: on the device.
     """
     offload = offload or OffloadPolicy()
+    codes = set(quantized_parameters(module).values())  # whole on every rank: they are small, and no numbers to cast
     units: list[Any] = [*decoder_layers(module), module]
     for unit in units:
         # Anew for each unit: the parameters of those before are gone, and others may have taken their ids.
@@ -90,6 +92,7 @@ def apply_fsdp(
             offload_policy=offload,
             reshard_after_forward=True,
             shard_placement_fn=placement,
+            ignored_params=codes,
         )
     module._hybrid_touch = _touch  # type: ignore[assignment]
     module.__dict__["_hybrid_units"] = fsdp_units(module)

@@ -211,6 +211,7 @@ class RoleMemory:
             "layers": (
                 self._item("gathered units", c * (self._root + self._in_flight * self._layer)),
                 self._item("activations", tokens * running_per_token(decoder, c, self.layout.tensor)),
+                *self._expanded(),
             ),
         }
         if self.model.has_head:
@@ -241,6 +242,7 @@ class RoleMemory:
                 self._item("gathered units", c * (self._root + self._in_flight * self._layer)),
                 self._item("activations", layers + whole),
                 self._item("gradients on their way", head_gradient + c * self._trained_layer + reduction),
+                *self._expanded(),
             ),
             "backward of the embedding": (
                 gradients,
@@ -335,6 +337,9 @@ class RoleMemory:
         """Elements of each unit while it is gathered, and of its trained part."""
         units: dict[int | None, tuple[int, int]] = {None: (0, 0)}
         for parameter in self.model.parameters:
+            if parameter.codes:  # used where they lie
+                units.setdefault(parameter.layer, (0, 0))
+                continue
             numel = numel_on(parameter, self.place.gathered(parameter), self.layout.ranks[0])
             all_of_it, trained = units.get(parameter.layer, (0, 0))
             units[parameter.layer] = (all_of_it + numel, trained + numel * parameter.trained)
@@ -361,6 +366,11 @@ class RoleMemory:
         """Elements of a trained head, tied or not."""
         vocabulary = self._tokens * self.model.decoder.hidden
         return vocabulary if self.model.has_head and self._trained_root >= vocabulary else 0
+
+    def _expanded(self) -> tuple[Item, ...]:
+        """The largest weight of 4 bits while it is expanded for a matrix product, if there is one."""
+        largest = max((parameter.numel for parameter in self.model.parameters if parameter.codes), default=0)
+        return (self._item("expanded weight", self.model.compute_bytes * largest),) if largest else ()
 
     @property
     def _tokens(self) -> int:
@@ -389,7 +399,7 @@ class RoleMemory:
         self, wanted: Callable[[ParameterShape], bool], size: Callable[[ParameterShape], int] | None = None
     ) -> int:
         """Bytes of some parameters' shards, or of what belongs to each of them."""
-        size = size or (lambda parameter: self._numel(parameter) * parameter.itemsize)
+        size = size or (lambda parameter: parameter.held_bytes(self._numel(parameter)))
         return sum(size(parameter) for parameter in self.model.parameters if wanted(parameter))
 
     def _numel(self, parameter: ParameterShape) -> int:

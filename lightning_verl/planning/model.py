@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from lightning_verl.callbacks.throughput import UpdateCost
+from lightning_verl.models.quantize import code_bytes, is_quantized, whole_shape
 from lightning_verl.parallel.checkpointing import ActivationCheckpointing
 from lightning_verl.parallel.rollout import RolloutCut, rollout_cuts
 from lightning_verl.parallel.structure import decoder_layers
@@ -48,10 +49,17 @@ class ParameterShape:
     adapted: bool = False
     """Whether it is such a target."""
 
+    codes: bool = False
+    """Whether it is held in codes of 4 bits, whole on every rank; ``shape`` is that of the weight."""
+
     @property
     def numel(self) -> int:
         """Elements of the whole parameter."""
         return math.prod(self.shape)
+
+    def held_bytes(self, numel: int) -> int:
+        """Bytes that so many elements of it take as it is held."""
+        return code_bytes(numel) if self.codes else numel * self.itemsize
 
 
 @dataclass(frozen=True)
@@ -189,7 +197,8 @@ def describe(
     parameters = [
         ParameterShape(
             name=name,
-            shape=tuple(parameter.shape),
+            shape=whole_shape(parameter),
+            codes=is_quantized(parameter),
             itemsize=parameter.element_size(),
             trained=parameter.requires_grad,
             layer=layer_of.get(parameter),

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_verl.algorithms.base import Algorithm
-from lightning_verl.config import ConfigError, TrainConfig, make_algorithm, role_sources, trained_role_options
+from lightning_verl.config import (
+    ConfigError,
+    TrainConfig,
+    check_model,
+    make_algorithm,
+    role_sources,
+    trained_role_options,
+)
 from lightning_verl.parallel.expert import check_experts
 from lightning_verl.parallel.tensor import tensor_parallel_problems
 from lightning_verl.planning.batch import BatchSizes, RoleBatch
@@ -21,6 +28,7 @@ from lightning_verl.roles.actor import Actor
 from lightning_verl.roles.critic import Critic
 from lightning_verl.roles.reference import Reference
 from lightning_verl.rollout.sampling import SamplingParams
+from lightning_verl.strategies.codes import check_codes
 from lightning_verl.strategies.layout import RoleLayout, check_config, resolve_layouts
 from lightning_verl.strategies.mesh import DeviceMesh
 from lightning_verl.strategies.precision import HybridPrecision
@@ -99,6 +107,7 @@ def make_plan(config: TrainConfig, ranks: int | None = None, hardware: Hardware 
         ConfigError: Sizes that do not fit, all of them in one message; or a model without a config here.
     """
     algorithm = make_algorithm(config.algorithm)
+    check_model(config)
     sources = role_sources(config, algorithm)
     world_size = ranks if ranks is not None else default_ranks(config)
     layouts = _layouts(config, world_size)
@@ -217,6 +226,7 @@ def _check_models(modules: Mapping[str, Any], layouts: Mapping[str, RoleLayout])
         layout = layouts[role]
         try:
             check_experts(module, layout.expert, layout.tensor, layout.shards)
+            check_codes(module, layout)
         except ValueError as error:
             problems.append(f"{role}: {error}")
     if problems:

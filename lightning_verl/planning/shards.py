@@ -47,6 +47,8 @@ class Placement:
         """A parameter while its FSDP2 unit is gathered: cut by the tensor and the expert axis only."""
         if parameter.expert:
             return TensorLayout(self._experts, EXPERT_CUTS)
+        if parameter.codes:
+            return TensorLayout(self._dense)
         tensor = () if parameter.tensor_dim is None else (Cut("tensor", parameter.tensor_dim),)
         return TensorLayout(self._dense, tensor)
 
@@ -57,6 +59,8 @@ class Placement:
         that divides evenly.
         """
         gathered = self.gathered(parameter)
+        if parameter.codes:
+            return gathered
         if parameter.expert and self.layout.expert * self.layout.tensor > 1:
             dim = shard_dim(parameter.shape, self.layout.expert * self.layout.tensor, self.layout.shards) or 0
             return TensorLayout(gathered.grid, (*gathered.cuts, Cut("expert_shard", dim)))

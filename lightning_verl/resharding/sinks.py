@@ -12,6 +12,8 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from lightning_verl.models.quantize import is_quantized, plain_linear, whole_shape
+
 
 @dataclass(frozen=True)
 class MergedAdapter:
@@ -141,12 +143,15 @@ def _is_plain_lora(layer: Any, adapter: str) -> bool:
 
 
 def _without_data(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+    dtype = torch.get_default_dtype() if is_quantized(parameter) else parameter.dtype
+    return nn.Parameter(torch.empty(whole_shape(parameter), dtype=dtype, device="meta"), requires_grad=False)
 
 
 def _without_adapters(module: Any) -> Any:
     if isinstance(module, LoraLayer):
-        return module.base_layer
+        module = module.base_layer
+    if type(module).__name__ == "Linear4bit":
+        return plain_linear(module)
     for name, child in list(module.named_children()):
         plain = _without_adapters(child)
         if plain is not child:

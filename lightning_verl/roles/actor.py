@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_verl.data.experience import RolloutBatch
 from lightning_verl.models.heads import output_logits
-from lightning_verl.models.load import ModelSource, add_lora, load_model, load_tokenizer
+from lightning_verl.models.load import ModelSource, load_model, load_tokenizer, prepare
 from lightning_verl.models.logprobs import logprobs_from_hidden
+from lightning_verl.models.quantize import Quantization, check_quantization
 from lightning_verl.parallel.vocabulary import VocabularyShard
 from lightning_verl.roles.base import LoraSource, Role, spread
 from lightning_verl.rollout.base import RolloutEngine
@@ -28,14 +29,16 @@ class Actor(Role):
         source: A hub name, a folder, a config (random weights), or a causal model of transformers.
         tokenizer: Its tokenizer; None loads the one beside the weights.
         lora_config: ``{"r": 8, "alpha": 16, "target_modules": [...]}`` or peft's config: train an adapter only.
+        quantization: ``"nf4"`` holds the linear layers below the adapter in 4 bits (QLoRA); needs bitsandbytes.
         engine: What generates: "native", "transformers" or "vllm"; "auto" takes the native engine where the model's
             family is one that it is tested with, and transformers elsewhere.
         engine_options: Options of the engine, see ``NativeOptions`` and ``VLLMOptions``.
         options: Those of ``Role``.
 
     Raises:
-        ValueError: The tokenizer has no pad or no end token, or there is no such engine or option of it.
-        ImportError: The engine's library is missing or too old.
+        ValueError: The tokenizer has no pad or no end token, there is no such engine or option of it, or quantization
+            without an adapter.
+        ImportError: The library of the engine or of the quantization is missing or too old.
     """
 
     role = "actor"
@@ -46,14 +49,16 @@ class Actor(Role):
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
         lora_config: LoraSource = None,
+        quantization: Quantization | None = None,
         engine: str = "auto",
         engine_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        check_engine(type(self).__name__, engine, engine_options or {})
+        name = type(self).__name__
+        check_engine(name, engine, engine_options or {})
+        check_quantization(name, quantization, lora_config is not None)
         model: Any = load_model(source, "causal")
-        if lora_config is not None:
-            add_lora(model, lora_config, type(self).__name__)
+        prepare(name, model, lora_config, quantization)
         super().__init__(model, **options)
         self.has_adapter = lora_config is not None
         self.tokenizer = tokenizer if tokenizer is not None else load_tokenizer(source)

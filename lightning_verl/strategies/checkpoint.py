@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from lightning_verl.models.quantize import quantized_parameters
 from lightning_verl.parallel.fsdp import reshard
 
 _STATE_FILE = "state.pt"
@@ -171,7 +172,9 @@ def _entries(
     """The tensors and scalars of a part of a role, on the meta device where others hold it; None for all else."""
     if isinstance(item, nn.Module):
         reshard(item)
-        return get_model_state_dict(item)
+        codes = quantized_parameters(item)  # frozen: they come from where the role's model comes from
+        whole = get_model_state_dict(item)
+        return {key: value for key, value in whole.items() if not _belongs_to(key, codes)} if codes else whole
     if hasattr(item, "tensors"):
         return item.tensors()  # type: ignore[no-any-return]
     if not isinstance(item, Optimizer):
@@ -185,6 +188,11 @@ def _entries(
     if _is_elsewhere(module):
         return dict(module.named_parameters())
     return cast(Mapping[str, Any], get_optimizer_state_dict(module, item, options=_OPTIONS))
+
+
+def _belongs_to(key: str, codes: Iterable[str]) -> bool:
+    """Whether an entry of a state is of a weight in 4 bits: its codes, or what expands them."""
+    return any(key == name or key.startswith(f"{name}.") for name in codes)
 
 
 def _is_elsewhere(module: nn.Module) -> bool:
@@ -201,7 +209,8 @@ def _put_back(
     modules = {str(module.role): module for module in state.values() if isinstance(module, nn.Module)}
     for name, item in state.items():
         if isinstance(item, nn.Module) and name in tensors:
-            set_model_state_dict(item, cast(dict[str, Any], tensors[name]))
+            strict = StateDictOptions(strict=not quantized_parameters(item))
+            set_model_state_dict(item, cast(dict[str, Any], tensors[name]), options=strict)
         elif isinstance(item, Optimizer) and not _is_elsewhere(modules[role_of(item)]):
             how = {key: value for key, value in here[name].items() if key.endswith(_HOW_IT_RUNS)}
             entries = {**tensors.get(name, {}), **saved[name], **how}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_verl.models.quantize import expanded, is_quantized, whole_shape
 from lightning_verl.parallel.expert import check_experts, dispatch_experts, expert_modules
 from lightning_verl.parallel.rollout import RolloutCut, cut_forwards, rollout_cuts
 from lightning_verl.parallel.tensor import check_tensor_parallel
@@ -118,8 +119,7 @@ class HybridEngine:
         self._sources = self._sources or {plain_name(n): p for n, p in self._trained.named_parameters()}
         with self._strategy.phase("actor", "reshard"), torch.no_grad():
             resharder = self._resharder = self._resharder or self._plan()
-            device = self._strategy.root_device  # where the shards are already, unless they live in host memory
-            tensors = resharder.run({name: local_part(p).to(device) for name, p in self._sources.items()})
+            tensors = resharder.run({name: self._held(parameter) for name, parameter in self._sources.items()})
             for adapter in self._view.adapters:
                 a, b = tensors.pop(adapter.a), tensors.pop(adapter.b)
                 if self._merges:
@@ -160,10 +160,18 @@ class HybridEngine:
         moves = {}
         for name, parameter in self._sources.items():
             if name in wanted:
-                plan = plan_tensor(tuple(parameter.shape), self._source(parameter), wanted[name])
+                plan = plan_tensor(whole_shape(parameter), self._source(parameter), wanted[name])
+                in_codes = is_quantized(parameter)  # expanded for the rollout alone, in the dtype that it wants
                 cast = dtype if name in self._view.shapes else parameter.dtype
-                moves[name] = Move(plan, cast, is_cast=cast != parameter.dtype, may_alias=name not in adapted)
+                is_cast = not in_codes and cast != parameter.dtype
+                moves[name] = Move(plan, cast, is_cast=is_cast, may_alias=in_codes or name not in adapted)
         return Resharder(moves, self._strategy.group("actor", "reshard"), self._bucket_bytes)
+
+    def _held(self, parameter: Tensor) -> Tensor:
+        """What this rank holds of a parameter, on the device unless shards live in host memory; codes expanded."""
+        if is_quantized(parameter):
+            return expanded(parameter, self._strategy.hybrid_precision.compute_dtype)
+        return local_part(parameter).to(self._strategy.root_device)
 
     def _source(self, parameter: Tensor) -> TensorLayout:
         layout = self._strategy.layout("actor")

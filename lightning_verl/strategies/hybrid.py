@@ -31,6 +31,7 @@ from lightning_verl.resharding.executor import ReshardReport
 from lightning_verl.resharding.layouts import mesh_of
 from lightning_verl.strategies import checkpoint
 from lightning_verl.strategies.clipping import clip_by_true_norm
+from lightning_verl.strategies.codes import all_scales, check_codes, expand_to, to_meta
 from lightning_verl.strategies.experts import expert_axes
 from lightning_verl.strategies.gradient_sync import SyncControl
 from lightning_verl.strategies.groups import DEFAULT_TIMEOUT, GroupRegistry, leave_groups_at_exit, operations_of
@@ -313,7 +314,7 @@ class HybridStrategy(ModelParallelStrategy):
                 for operation in ("tensor", "expert") if divided else ("tensor",):
                     self.group("rollout", operation)
         if not self.layout(role).holds(self.global_rank):
-            module.to("meta")  # known here by name and shape, without memory
+            to_meta(module)  # known here by name and shape, without memory
         elif next(module.parameters(), None) is not None:
             with self.phase(role, "set-up"):
                 self._parallelize(module, role)
@@ -326,7 +327,9 @@ class HybridStrategy(ModelParallelStrategy):
         layout = self.layout(role)
         check_experts(module, layout.expert, layout.tensor, layout.shards)
         models = models_to_cut(module, layout.tensor)
+        check_codes(module, layout)
         self.hybrid_precision.convert_module(module)
+        expand_to(module, self.hybrid_precision.compute_dtype)
         module.to(self.root_device)
         if role == "actor" and self.enable_3d_hybrid:
             self._rollouts.prepare(module)
@@ -356,7 +359,7 @@ class HybridStrategy(ModelParallelStrategy):
         for operation in ("scores", "tensor"):  # along the data axis, then along the tensor axis
             group = self.group(role, operation)
             if group is not None and group.size() > 1:
-                for tensor in [*module.parameters(), *module.buffers()]:
+                for tensor in [*module.parameters(), *module.buffers(), *all_scales(module)]:
                     dist.broadcast(tensor.detach(), group=group, group_src=0)
 
     @override

@@ -36,10 +36,11 @@ from lightning_verl.planning.memory import (
     saved_per_token,
     update_logit_bytes,
 )
-from lightning_verl.planning.model import Decoder, describe
+from lightning_verl.planning.model import Decoder, build_on_meta, describe
 from lightning_verl.planning.shards import Placement, numel_on, received_bytes, rollout_bytes
 from lightning_verl.rollout.adjust import LogitAdjuster, seen_tokens
 from lightning_verl.rollout.sampling import sample_tokens
+from lightning_verl.strategies.codes import all_scales
 from lightning_verl.strategies.layout import RoleLayout, resolve_layouts
 from lightning_verl.strategies.mesh import DeviceMesh
 from lightning_verl.strategies.precision import HybridPrecision
@@ -271,12 +272,13 @@ def planned_and_real(
     options: Mapping[str, Any],
     family: Any = "qwen3",
     optimizer_name: Any = "adamw",
+    quantization: Any = None,
 ) -> tuple[dict[str, int], dict[str, int]]:
     """What is planned for this rank and what is there after one step: parameters, gradients, optimizer state."""
     fabric = Fabric(accelerator="cpu", strategy=HybridStrategy(**options), precision=precision)
     fabric.launch()
     kind = {"actor": Actor, "critic": Critic, "reference": Reference}[role]
-    adapter = {"lora_config": LORA} if lora else {}
+    adapter: dict[str, Any] = {"lora_config": LORA, "quantization": quantization} if lora else {}
     if optimizer_name != "adamw":
         adapter["optimizer"] = optimizer_name
         torch.compiler.set_stance("force_eager")  # compiling the step takes 10 s
@@ -284,7 +286,7 @@ def planned_and_real(
     plugin = fabric.strategy.hybrid_precision
     model = describe(plugin.convert_module(module), plugin, optimizer=optimizer_name)
     place = Placement(fabric.strategy.layout(role))
-    held = [(p, p.itemsize * numel_on(p, place.held(p), fabric.global_rank)) for p in model.parameters]
+    held = [(p, p.held_bytes(numel_on(p, place.held(p), fabric.global_rank))) for p in model.parameters]
     trained = sum(size for parameter, size in held if parameter.trained)
     planned = {"parameters": sum(size for _, size in held), "gradients": trained, "optimizer": 2 * trained}
     if optimizer_name != "adamw":
@@ -301,6 +303,7 @@ def planned_and_real(
         states = optimizer.state.values()
         real["optimizer"] = sum(local_bytes(state[key]) for state in states for key in ("exp_avg", "exp_avg_sq"))
     real["parameters"] = sum(local_bytes(parameter) for parameter in module.parameters())
+    real["parameters"] += sum(scale.nbytes for scale in all_scales(module))
     return planned, real
 
 
@@ -336,6 +339,35 @@ def test_every_rank_holds_8_bit_moments_as_planned() -> None:
     for planned, real in results:
         assert planned == real
         assert planned["optimizer"] < 0.6 * 2 * planned["gradients"], "half of the matrices are in blocks"
+
+
+@pytest.mark.bitsandbytes
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_rank_holds_codes_as_planned(ranks: int) -> None:
+    whole = run_ranks(planned_and_real, ranks, "actor", "bf16-mixed", 128, True, {})
+    results = run_ranks(planned_and_real, ranks, "actor", "bf16-mixed", 128, True, {}, quantization="nf4")
+    for (planned, real), (unquantized, _) in zip(results, whole, strict=True):
+        assert planned == real
+        assert planned["optimizer"] == unquantized["optimizer"]
+
+
+@pytest.mark.bitsandbytes
+def test_codes_by_hand() -> None:
+    # A layer has 40,960 elements in 7 matrices: q, k, v and o of 64 x 64 (4 key-value heads), 3 of 128 x 64. One of
+    # 4,096 has 2,048 bytes of codes, 64 scales, and 8 for the scales of these; one of 8,192 twice the first two.
+    plugin = HybridPrecision("bf16-mixed")
+    module = build_on_meta(
+        lambda: Actor(tiny_config("qwen3", num_key_value_heads=4), lora_config=LORA, quantization="nf4"), plugin
+    )
+    memory = RoleMemory(describe(module, plugin), placed(2, (2, 1, 1, 1), 1), RoleBatch.of(SIZES, 2))
+    codes = 2 * (4 * (2_048 + 64 + 8) + 3 * (4_096 + 128 + 8))
+    plain = 2 * (2 * 8_192 + 2 * (2 * 64 + 2 * 16) + 64) // 2
+    assert memory.parameters == codes + plain + memory.trained
+    # Nothing of the codes travels to the rollout, which takes them in bf16; they are expanded one by one in the update.
+    expanded = {item.what: item.bytes for item in memory.update()["backward of the layers"]}["expanded weight"]
+    assert expanded == 2 * 8_192
+    assert memory.model.numel - memory.model.trained_numel == 2 * 8_192 + 2 * (40_960 + 160) + 64
+    assert memory.rollout_weights == 2 * (2 * 8_192 + 2 * (40_960 + 160) + 64)
 
 
 @pytest.mark.parametrize(

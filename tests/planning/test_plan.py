@@ -160,6 +160,28 @@ def test_the_algorithm_decides_on_roles_and_phases(model: str) -> None:
     assert sft.received == ()
 
 
+def test_weights_of_4_bits_need_an_adapter(model: str) -> None:
+    with pytest.raises(ConfigError, match="model got quantization='nf4' without lora: weights of 4 bits cannot be"):
+        make_plan(replace(config(model), model=ModelConfig(model, quantization="nf4")))
+
+
+@pytest.mark.bitsandbytes
+def test_weights_of_4_bits_take_less_and_no_tensor_axis(model: str) -> None:
+    lora = {"r": 4, "target_modules": ["q_proj"]}
+    alone = {"mesh_shape": None, "parallelism_config": {}, "hybrid_engine_config": {}}
+    one = replace(config(model), strategy=replace(config(model).strategy, **alone))
+    plain, small = (
+        make_plan(replace(one, model=ModelConfig(model, lora=lora, quantization=quantization)), 1)
+        for quantization in (None, "nf4")
+    )
+    # Two layers of 36,864 elements in matrices, in fp32 or in codes: 2 of 4,096, 2 of 2,048 and 3 of 8,192.
+    codes = 2 * (2 * (2_048 + 64 + 8) + 2 * (1_024 + 32 + 8) + 3 * (4_096 + 128 + 8))
+    assert plain.roles["actor"].parameters - small.roles["actor"].parameters == 4 * 2 * 36_864 - codes
+    wide = replace(config(model), model=ModelConfig(model, lora=lora, quantization="nf4"))
+    with pytest.raises(ConfigError, match=r"actor: Actor has weights of 4 bits.* tp x ep = 2 x 1"):
+        make_plan(wide)
+
+
 def test_lora_keeps_its_adapter_of_step_0(model: str) -> None:
     lora = ModelConfig(model, lora={"r": 4, "target_modules": ["q_proj"]})
     grpo = config(model, algorithm={"name": "grpo", "kl": 0.1}, strategy=StrategyConfig())
