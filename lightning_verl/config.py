@@ -26,6 +26,7 @@ from lightning_verl.algorithms.grpo import GRPO
 from lightning_verl.algorithms.ppo import PPO
 from lightning_verl.algorithms.sft import SFT
 from lightning_verl.data.microbatches import Packing
+from lightning_verl.pipeline.order import PipelineSchedule
 from lightning_verl.roles.optimizers import OptimizerName, check_optimizer
 from lightning_verl.rollout.sampling import SamplingParams
 from lightning_verl.strategies.layout import check_names
@@ -154,6 +155,8 @@ class StrategyConfig:
     """Sizes of single roles, such as ``{actor: {dp: 2, tp: 2}}``."""
     hybrid_engine_config: dict[str, Any] = field(default_factory=dict)
     """How the actor is rolled out, such as ``{rollout_tp: 2}``."""
+    pipeline_schedule: PipelineSchedule = "1f1b"
+    """The order of micro-batches in a pipeline: 1f1b, interleaved or gpipe."""
 
 
 @dataclass(frozen=True)
@@ -373,7 +376,12 @@ def make_fabric(config: TrainConfig) -> Fabric:
 
     output = Path(config.output)
     layouts = config.strategy
-    strategy = HybridStrategy(layouts.mesh_shape, layouts.parallelism_config, layouts.hybrid_engine_config)
+    strategy = HybridStrategy(
+        layouts.mesh_shape,
+        layouts.parallelism_config,
+        layouts.hybrid_engine_config,
+        pipeline_schedule=layouts.pipeline_schedule,
+    )
     return Fabric(
         accelerator=config.accelerator,
         devices=config.devices,

@@ -3,10 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
+from lightning_verl.data.experience import RolloutBatch
 from lightning_verl.rewards.functions import Scores
+from lightning_verl.strategies.dispatch import Receipt
+
+
+@dataclass
+class Scoring:
+    """A batch that the reward role scores, or has scored, see ``HybridDataFlow.start_scoring``."""
+
+    batch: RolloutBatch
+    """This rank's rows."""
+    role: str
+    """The role in whose layout they are scored: the reward's, or the actor's where functions run beside it."""
+    receipt: Receipt
+    """How the scores come back."""
+    scores: Scores | None = None
+    """What this rank scored."""
+    error: Exception | None = None
+    """What went wrong meanwhile."""
+    seconds: float = 0.0
+    """How long it took."""
 
 
 def join_scores(parts: Sequence[Scores], order: Sequence[int] | None = None) -> Scores:

@@ -19,10 +19,11 @@ from lightning_verl.parallel.rollout import RolloutCut, cut_forwards, rollout_cu
 from lightning_verl.parallel.tensor import check_tensor_parallel
 from lightning_verl.resharding.buckets import Move
 from lightning_verl.resharding.executor import Resharder, ReshardReport
-from lightning_verl.resharding.layouts import layout_of, local_part
+from lightning_verl.resharding.layouts import local_part
 from lightning_verl.resharding.planner import Cut, TensorLayout, plan_tensor
 from lightning_verl.resharding.sinks import RolloutModule, merge, plain_name
 from lightning_verl.strategies.layout import EXPERT_CUTS, vocabulary_layout
+from lightning_verl.strategies.sources import Source, join_stages, source_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -159,18 +160,19 @@ class HybridEngine:
         adapted = {adapter.weight for adapter in adapters}
         dtype = self._strategy.hybrid_precision.compute_dtype
         moves = {}
-        for name, parameter in self._sources.items():
+        for name, source in self._all_sources().items():
             if name in wanted:
-                plan = plan_tensor(tuple(parameter.shape), self._source(parameter), wanted[name])
-                cast = dtype if name in self._view.shapes else parameter.dtype
-                moves[name] = Move(plan, cast, is_cast=cast != parameter.dtype, may_alias=name not in adapted)
+                plan = plan_tensor(source.shape, source.layout, wanted[name])
+                cast = dtype if name in self._view.shapes else source.dtype
+                moves[name] = Move(plan, cast, is_cast=cast != source.dtype, may_alias=name not in adapted)
         return Resharder(moves, self._strategy.group("actor", "reshard"), self._bucket_bytes)
 
-    def _source(self, parameter: Tensor) -> TensorLayout:
+    def _all_sources(self) -> dict[str, Source]:
+        """How all parameters lie, also those of stages that are not here (a collective call of the stages)."""
         layout = self._strategy.layout("actor")
-        whole, experts = layout.grid(), layout.grid(experts=True)
-        grids = {"": whole, **dict.fromkeys(whole.axes, whole), **dict.fromkeys(experts.axes, experts)}
-        return layout_of(parameter, "actor", grids)
+        stage = layout.stage(self._strategy.global_rank)
+        own = {name: source_of(parameter, layout, (stage,)) for name, parameter in self._sources.items()}
+        return own if layout.pipeline == 1 else join_stages(own, layout, self._strategy.group("actor", "pipeline"))
 
     def _target(self, cut: RolloutCut | None) -> TensorLayout:
         if cut is None:
