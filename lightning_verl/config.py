@@ -29,7 +29,7 @@ from lightning_verl.data.microbatches import Packing
 from lightning_verl.pipeline.order import PipelineSchedule
 from lightning_verl.roles.optimizers import OptimizerName, check_optimizer
 from lightning_verl.rollout.sampling import SamplingParams
-from lightning_verl.strategies.layout import check_names
+from lightning_verl.strategies.layout import ROLES, check_names
 from lightning_verl.strategies.precision import PrecisionName
 
 if TYPE_CHECKING:
@@ -426,6 +426,7 @@ def run_training(config: TrainConfig) -> dict[str, float]:
             of the optimizer is.
     """
     from lightning_verl.callbacks import Checkpoint
+    from lightning_verl.planning.plan import check_pipelines
     from lightning_verl.rollout.engines import check_engine
     from lightning_verl.trainer import RLTrainer
 
@@ -443,11 +444,14 @@ def run_training(config: TrainConfig) -> dict[str, float]:
             f"output: {config.output} holds the run of {latest.name}; set resume: true, or another output."
         )
     fabric = make_fabric(config)
+    layouts = [fabric.strategy.layout(role) for role in ROLES]  # type: ignore[attr-defined]
+    check_pipelines(config, len({rank for layout in layouts for rank in layout.ranks}))
     if os.environ.get("LT_CLI_USED") != "1":  # Fabric's own launcher has done it, and forbids to do it again
         fabric.launch()
     fabric.seed_everything(config.seed)
     algorithm = make_algorithm(config.algorithm)
-    dataflow = make_dataflow(config, algorithm)
+    with fabric.init_module():
+        dataflow = make_dataflow(config, algorithm)
     trainer = RLTrainer(
         fabric,
         dataflow,

@@ -154,7 +154,7 @@ class HybridDataFlow:
         fabric.call("on_groups_setup", strategy=fabric.strategy)
         for role in ROLES:
             if role in self.modules:
-                self._wrapped[role] = fabric.setup_module(self.modules[role])
+                self._wrapped[role] = fabric.setup_module(self.modules[role], move_to_device=False)
                 self._passes[role] = make_passes(fabric, role, self._wrapped[role])
         self.metrics = StepMetrics(fabric.device)
         self.gate = Gate(fabric.strategy)

@@ -43,7 +43,7 @@ class Stage:
         return self.index == self.count - 1
 
 
-class _Received:
+class Received:
     """What the stage before has sent, for the stand-ins of one model."""
 
     states: Tensor | None = None
@@ -54,7 +54,7 @@ class _Received:
 class _NoEmbedding(nn.Module):
     """Stands in for an embedding whose result no layer will see."""
 
-    def __init__(self, received: _Received, width: int) -> None:
+    def __init__(self, received: Received, width: int) -> None:
         super().__init__()
         self._received, self._width = received, width
 
@@ -68,7 +68,7 @@ class _NoEmbedding(nn.Module):
 class _OtherLayer(nn.Module):
     """Stands in for a decoder layer of another stage: passes on what it gets, or hands in what was received."""
 
-    def __init__(self, layer: nn.Module, received: _Received) -> None:
+    def __init__(self, layer: nn.Module, received: Received) -> None:
         super().__init__()
         self._received, self.hands_in = received, False
         plain = {key: value for key, value in vars(layer).items() if isinstance(value, bool | int | float | str)}
@@ -94,7 +94,7 @@ class _Nothing(nn.Module):
 
 
 @dataclass
-class _Place:
+class Place:
     """A module that some stages have and others not."""
 
     owner: nn.Module
@@ -140,19 +140,19 @@ class StagedRole:
     def __init__(self, role: nn.Module, rank: int, ranks: int, chunks: int = 1) -> None:
         if problems := staging_problems(role, ranks * chunks):
             raise ValueError(" ".join(problems))
-        self._received = _Received()
+        self._received = Received()
         count = ranks * chunks
-        parts = cut_layers(stage_costs(role), count)
+        model: Any = role.model
+        parts = cut_layers(stage_costs(model), count)
         self.stages = tuple(Stage(index, count, parts[index]) for index in stages_of(rank, ranks, chunks))
         """This rank's."""
         self.cut = describe(parts)
         """The layers of all stages, in words."""
-        model: Any = role.model
         embedding, head = model.get_input_embeddings(), _head_of(model)
         is_tied = head is not None and head.weight is embedding.weight
         self.tied: nn.Module | None = None
         """The embedding where the head shares its weight, on the ranks of the first and the last stage."""
-        self._places = list(self._find(role))
+        self._places = [*find_places(model, self._received), *_role_places(role)]
         has_last = any(stage.is_last for stage in self.stages)
         for place in self._places:
             kept = any(place.runs_in(stage) for stage in self.stages)
@@ -161,24 +161,6 @@ class StagedRole:
             if not kept:
                 place.held = None
                 place.put(place.stand_in)
-
-    def _find(self, role: nn.Module) -> Iterator[_Place]:
-        model: Any = role.model
-        base: Any = model.base_model
-        width = base.config.get_text_config().hidden_size
-        layers: Any = _layers_of(base)
-        for number, layer in enumerate(layers):
-            yield _Place(layers, str(number), _OtherLayer(layer, self._received), layer=number)
-        for name, child in base.named_children():
-            if child is not layers and _has_parameters(child):
-                if isinstance(child, nn.Embedding):
-                    yield _Place(base, name, _NoEmbedding(self._received, width), with_first=True)
-                else:
-                    yield _Place(base, name, _Nothing(), with_last=True)
-        for owner in (role, model):
-            for name, child in () if owner is base else owner.named_children():
-                if child is not model and child is not base and _has_parameters(child):
-                    yield _Place(owner, name, _Nothing(), with_last=True)
 
     @contextmanager
     def running(self, stage: Stage, received: Tensor | None) -> Iterator[None]:
@@ -201,6 +183,37 @@ class StagedRole:
                 place.put(place.stand_in if place.held is None else place.held)
 
 
+def find_places(model: Any, received: Received | None = None) -> Iterator[Place]:
+    """The modules of a model that some stages have and others not.
+
+    Args:
+        model: A model that ``staging_problems`` has nothing against.
+        received: What its stand-ins hand in.
+    """
+    received = received or Received()
+    base = model.base_model
+    width = base.config.get_text_config().hidden_size
+    layers: Any = _layers_of(base)
+    for number, layer in enumerate(layers):
+        yield Place(layers, str(number), _OtherLayer(layer, received), layer=number)
+    for name, child in base.named_children():
+        if child is not layers and _has_parameters(child):
+            if isinstance(child, nn.Embedding):
+                yield Place(base, name, _NoEmbedding(received, width), with_first=True)
+            else:
+                yield Place(base, name, _Nothing(), with_last=True)
+    for name, child in () if model is base else model.named_children():
+        if child is not base and _has_parameters(child):
+            yield Place(model, name, _Nothing(), with_last=True)
+
+
+def _role_places(role: nn.Module) -> Iterator[Place]:
+    """Heads that are the role's own."""
+    for name, child in role.named_children():
+        if child is not role.model and _has_parameters(child):
+            yield Place(role, name, _Nothing(), with_last=True)
+
+
 def staging_problems(role: nn.Module, stages: int) -> list[str]:
     """Every reason why a role cannot be cut into stages; none: it can.
 
@@ -214,6 +227,11 @@ def staging_problems(role: nn.Module, stages: int) -> list[str]:
             f"{name} cannot be cut into {stages} stages: it is not a role of lightning_verl.roles with a transformers "
             "model. Set its role's pp to 1."
         ]
+    return model_problems(model, stages)
+
+
+def model_problems(model: PreTrainedModel, stages: int) -> list[str]:
+    """Every reason why a model cannot be cut into stages, see ``staging_problems``."""
     base: Any = model.base_model
     layers = _layers_of(base)
     if layers is None:
@@ -245,9 +263,8 @@ def staging_problems(role: nn.Module, stages: int) -> list[str]:
     return problems
 
 
-def stage_costs(role: nn.Module) -> Costs:
-    """What the parts of a role cost; of packed experts only those that a token is sent to."""
-    model: Any = role.model
+def stage_costs(model: Any) -> Costs:
+    """What the parts of a role's model cost; of packed experts only those that a token is sent to."""
     config = model.config.get_text_config()
     chosen = getattr(config, "num_experts_per_tok", None) or 1
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1

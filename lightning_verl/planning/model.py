@@ -243,7 +243,7 @@ def describe(
         has_head=head is not None,
         cost=None if head is None else UpdateCost.of(model),
         optimizer=optimizer,
-        costs=stage_costs(module),
+        costs=stage_costs(model),
     )
 
 

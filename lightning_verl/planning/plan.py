@@ -156,6 +156,34 @@ def _claimed(entry: Mapping[str, Any]) -> list[Any]:
     return list(ranks) if isinstance(ranks := entry.get("ranks"), list | tuple) else []
 
 
+def check_pipelines(config: TrainConfig, world_size: int) -> None:
+    """Refuse a run whose roles cannot be cut into their stages, before anything is launched.
+
+    A model whose config is not here yet is left to its role's set-up.
+
+    Args:
+        config: The run.
+        world_size: Ranks.
+
+    Raises:
+        ConfigError: The sizes do not fit, a model cannot be cut, or there are fewer rows than stages.
+    """
+    strategy = config.strategy
+    of_roles = [entry.get("pp", 1) for entry in strategy.parallelism_config.values()]
+    if all(size == 1 for size in [(strategy.mesh_shape or (1, 1, 1, 1))[2], *of_roles]):
+        return
+    algorithm = make_algorithm(config.algorithm)
+    modules = {}
+    for role, source in role_sources(config, algorithm).items():
+        try:
+            modules[role] = _on_meta(role, source, config, HybridPrecision())
+        except ConfigError:
+            continue
+    if "actor" in modules:
+        chunks = chunks_of(strategy.pipeline_schedule)
+        _check_models(modules, _layouts(config, world_size), _sizes(config, algorithm), chunks)
+
+
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 

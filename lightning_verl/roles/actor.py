@@ -50,7 +50,7 @@ class Actor(Role):
         **options: Any,
     ) -> None:
         check_engine(type(self).__name__, engine, engine_options or {})
-        model: Any = load_model(source, "causal")
+        model: Any = load_model(source, "causal", self.role)
         if lora_config is not None:
             add_lora(model, lora_config, type(self).__name__)
         super().__init__(model, **options)

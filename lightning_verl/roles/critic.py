@@ -24,7 +24,7 @@ class Critic(Role):
     role = "critic"
 
     def __init__(self, source: ModelSource, *, lora_config: LoraSource = None, **options: Any) -> None:
-        model: Any = load_model(source, "base")
+        model: Any = load_model(source, "base", self.role)
         model = model.base_model  # a causal model that was passed in would carry a head that never gets a gradient
         if lora_config is not None:
             add_lora(model, lora_config, type(self).__name__)

@@ -70,10 +70,8 @@ class HybridStrategy(ModelParallelStrategy):
         enable_3d_hybrid: Whether the actor generates in a layout of its own, with its weights resharded for the
             rollout. False gathers them in the update layout instead.
         pipeline_schedule: The order of micro-batches in a pipeline: ``"1f1b"``, ``"interleaved"`` or ``"gpipe"``.
-        reshard_bucket_bytes: Most bytes of one bucket of a resharding that go through buffers on a rank; two are in
-            flight.
-        activation_checkpointing: ``"selective"``, ``"full"``, a list of module-name suffixes or None; a role's own
-            wins.
+        reshard_bucket_bytes: Most bytes of a resharding's bucket in buffers on a rank; two are in flight.
+        activation_checkpointing: ``"selective"``, ``"full"``, module-name suffixes or None; a role's own wins.
         defer_gradient_sync: Over an accumulated mini-batch, reduce gradients once at its end instead of in every
             micro-batch. It saves traffic and costs one whole fp32 copy of the gradients.
         offload_parameters: Keep parameters, gradients and optimizer states of all roles in host memory (CUDA only);
@@ -171,9 +169,7 @@ class HybridStrategy(ModelParallelStrategy):
         leave_groups_at_exit()
 
     def _resolve(self, world_size: int) -> None:
-        host = (
-            int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or self.num_processes
-        )  # torchrun says; else Fabric started them
+        host = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or self.num_processes  # torchrun says, or Fabric started them
         self._layouts = resolve_layouts(world_size, self.mesh, self._config, self._engine_config, host)
         self._staging.check(self._layouts)
 
@@ -277,6 +273,10 @@ class HybridStrategy(ModelParallelStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         layout = self.layout("actor")
         return {"num_replicas": layout.data_size, "rank": layout.data_rank(self.global_rank)}
+
+    @override
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+        return self._staging.building(super().module_init_context(empty_init))
 
     # ---- set-up of roles ---------------------------------------------------------------------------------------------
 

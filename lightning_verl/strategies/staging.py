@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_verl.pipeline.building import Share, stages_only
 from lightning_verl.pipeline.order import check_schedule, chunks_of
 from lightning_verl.pipeline.stages import StagedRole
 from lightning_verl.strategies.layout import RoleLayout
@@ -51,6 +53,19 @@ class Staging:
                     "stages, whose shards stay on the device. Leave it out, or set pp to 1."
                 )
 
+    @contextmanager
+    def building(self, around: AbstractContextManager[Any]) -> Iterator[None]:
+        """Inside of another context, let roles be built with memory for this rank's stages only."""
+        with around, stages_only(self._share):
+            yield
+
+    def _share(self, role: str) -> Share | None:
+        layout = self._strategy.layout(role)
+        if layout.pipeline == 1 or not layout.holds(self._strategy.global_rank):
+            return None
+        chunks = chunks_of(self._strategy.pipeline_schedule)
+        return Share(layout.stage(self._strategy.global_rank), layout.pipeline, chunks)
+
     def of(self, role: str) -> StagedRole | None:
         """This rank's stages of a role; None where its layers are not divided."""
         return self._staged.get(role)
@@ -61,11 +76,8 @@ class Staging:
         Raises:
             ValueError: The role cannot be cut.
         """
-        layout = self._strategy.layout(role)
-        if layout.pipeline > 1:
-            stage = layout.stage(self._strategy.global_rank)
-            chunks = chunks_of(self._strategy.pipeline_schedule)
-            self._staged[role] = StagedRole(module, stage, layout.pipeline, chunks)
+        if (share := self._share(role)) is not None:
+            self._staged[role] = StagedRole(module, share.rank, share.ranks, share.chunks)
 
     def copy_weights(self, module: nn.Module, role: str) -> None:
         """Make all ranks of a stage start from the same weights, also where they were drawn at random on each.

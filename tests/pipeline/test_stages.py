@@ -90,11 +90,11 @@ def test_both_ends_keep_a_tied_weight() -> None:
 
 
 def test_the_head_costs_as_much_as_it_multiplies() -> None:
-    costs = stage_costs(Actor(tiny_model()))
+    costs = stage_costs(tiny_model())
     # An untied head of 128 x 64; a layer: q, o 64 x 64, k, v 64 x 32, three of 64 x 128, norms 64 + 64 + 16 + 16.
     assert costs.last == 128 * 64
     assert costs.layers == (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64 + 2 * 16,) * 2
-    assert stage_costs(Critic(tiny_model())).last == 0
+    assert stage_costs(tiny_model().base_model).last == 0
 
 
 def test_of_packed_experts_those_cost_that_a_token_goes_to() -> None:
@@ -102,7 +102,7 @@ def test_of_packed_experts_those_cost_that_a_token_goes_to() -> None:
     model: Any = tiny_model("qwen3_moe")
     packed = sum(p.numel() for p in model.model.layers[0].mlp.experts.parameters())
     everything = sum(p.numel() for p in model.model.layers[0].parameters())
-    assert stage_costs(Actor(model)).layers[0] == everything - packed // 2
+    assert stage_costs(model).layers[0] == everything - packed // 2
 
 
 def test_more_stages_than_layers_say_so() -> None:

@@ -16,10 +16,11 @@ from lightning_verl.config import (
     RewardConfig,
     StrategyConfig,
     TrainConfig,
+    run_training,
 )
 from lightning_verl.pipeline.order import bubble_share, count_for, micro_batches_kept
 from lightning_verl.planning.batch import BatchSizes, RoleBatch
-from lightning_verl.planning.plan import make_plan
+from lightning_verl.planning.plan import check_pipelines, make_plan
 from lightning_verl.planning.report import report
 from lightning_verl.rollout.sampling import SamplingParams
 from lightning_verl.testing import tiny_config
@@ -110,6 +111,18 @@ def test_fewer_rows_than_stages_are_refused(model: str) -> None:
     batch = BatchConfig(rollout_batch_size=2, update_batch_size=1, samples_per_prompt=2)
     with pytest.raises(ConfigError, match=r"actor: .*1 x 2 / 1 leaves 2 rows.*fewer micro-batches than its 4 pipeline"):
         make_plan(config(model, StrategyConfig((1, 1, 4, 1)), batch=batch))
+
+
+def test_a_run_is_refused_before_its_launch(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = config(model, StrategyConfig((1, 1, 8, 1)), devices=8, accelerator="cpu")
+    with pytest.raises(ConfigError, match="4 layers, fewer than the 8 stages"):
+        check_pipelines(deep, 8)
+    monkeypatch.setattr("lightning.fabric.Fabric.launch", lambda self: pytest.fail("it was launched"))
+    with pytest.raises(ConfigError, match="4 layers, fewer than the 8 stages"):
+        run_training(deep)
+    # A model that is nowhere here yet, and a run without stages, are left to what follows.
+    check_pipelines(config("some/where", StrategyConfig((1, 1, 8, 1))), 8)
+    check_pipelines(config("some/where", StrategyConfig((8, 1, 1, 1))), 8)
 
 
 def test_schedules_keep_and_wait_differently() -> None:
