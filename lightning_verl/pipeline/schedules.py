@@ -118,11 +118,16 @@ class UnevenStage(PipelineStage):
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         """A backward pass, and the end of the buffers that it was the last to need."""
+        if not self.has_backward:
+            return
         with self._around_backward(last_backward):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        if self.has_backward:
-            self._forget(self.args_recv_info[bwd_chunk_id])
-            self._forget(self.grad_recv_info[bwd_chunk_id])
+        self._forget(self.args_recv_info[bwd_chunk_id])
+        self._forget(self.grad_recv_info[bwd_chunk_id])
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """What is sent behind a backward pass."""
+        return super().get_bwd_send_ops(bwd_chunk_id) if self.has_backward else []
 
     def _validate_fwd_input(self, *args: Any, **kwargs: Any) -> None:
         """Before 2.13 torch wanted the shape of the first micro-batch."""
@@ -168,7 +173,12 @@ def run_schedule(schedule: Any, stages: Sequence[UnevenStage], micro_batches: in
     numbers = torch.arange(micro_batches)
     given = (numbers,) if any(stage.is_first for stage in stages) else ()
     target = numbers if with_backward and any(stage.is_last for stage in stages) else None
-    schedule.step(*given, target=target, number=numbers)
+    try:
+        schedule.step(*given, target=target, number=numbers)
+    except RuntimeError as error:
+        if isinstance(error.__cause__, Exception) and "failed to run forward" in str(error):
+            raise error.__cause__ from None  # what went wrong in a stage, not torch's list of its arguments
+        raise
 
 
 def _the_output(output: Tensor, target: Tensor) -> Tensor:
