@@ -27,6 +27,7 @@ from lightning_verl.algorithms.ppo import PPO
 from lightning_verl.algorithms.sft import SFT
 from lightning_verl.data.microbatches import Packing
 from lightning_verl.models.quantize import Quantization, check_quantization
+from lightning_verl.pipeline.order import PipelineSchedule
 from lightning_verl.roles.optimizers import OptimizerName, check_optimizer
 from lightning_verl.rollout.sampling import SamplingParams
 from lightning_verl.strategies.layout import check_names
@@ -162,6 +163,8 @@ class StrategyConfig:
     """Hold what decoder layers keep for their backward pass in host memory until then."""
     compile_layers: bool | None = None
     """Whether decoder layers run compiled while they train and score; None: on CUDA."""
+    pipeline_schedule: PipelineSchedule = "1f1b"
+    """The order of micro-batches in a pipeline: 1f1b, interleaved or gpipe."""
 
 
 @dataclass(frozen=True)
@@ -408,6 +411,7 @@ def make_fabric(config: TrainConfig, callbacks: list[Any] | None = None) -> Fabr
         layouts.hybrid_engine_config,
         activation_offload=layouts.activation_offload,
         compile_layers=layouts.compile_layers,
+        pipeline_schedule=layouts.pipeline_schedule,
     )
     own = [Throughput(), ProgressBar(), ProgressLines(), Checkpoint(output / "checkpoints", config.checkpoint_every)]
     return Fabric(
@@ -499,7 +503,8 @@ def make_trainer(config: TrainConfig, fabric: Fabric) -> RLTrainer:
         fabric.launch()
     fabric.seed_everything(config.seed)
     algorithm = make_algorithm(config.algorithm)
-    dataflow = make_dataflow(config, algorithm)
+    with fabric.init_module():
+        dataflow = make_dataflow(config, algorithm)
     return RLTrainer(
         fabric,
         dataflow,

@@ -27,17 +27,17 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from lightning_verl.algorithms.base import Loss
 from lightning_verl.algorithms.losses import Normalizer
 from lightning_verl.data.experience import Experience, Figures, PromptBatch, RolloutBatch, Scored
-from lightning_verl.data.microbatches import MicroBatches, Packing
+from lightning_verl.data.microbatches import MicroBatches, Packing, tokens_of
 from lightning_verl.metrics import StepMetrics
 from lightning_verl.models.modes import deterministic
-from lightning_verl.parallel.fsdp import reshard
+from lightning_verl.passes import Passes, make_passes
+from lightning_verl.pipeline.gather import whole_state
 from lightning_verl.planning.budget import MicroBatchBudget
 from lightning_verl.rewards.functions import Scores
 from lightning_verl.rewards.scores import join_scores
@@ -50,7 +50,7 @@ from lightning_verl.strategies.dispatch import (
     Gate,
     RowExchange,
     gather_counts,
-    share_from_first_tensor_rank,
+    share_from_speaker,
 )
 from lightning_verl.strategies.hybrid import HybridStrategy
 from lightning_verl.strategies.layout import ROLES, is_trainable
@@ -115,6 +115,7 @@ class HybridDataFlow:
         self.optimizers: dict[str, Optimizer] = {}
         self.adapter_reference: AdapterReference | None = None
         self._wrapped: dict[str, nn.Module] = {}
+        self._passes: dict[str, Passes] = {}
         self._fabric: Fabric | None = None
         self._max_response_length: int | None = None
         self._padded: set[str] = set()
@@ -154,7 +155,8 @@ class HybridDataFlow:
         fabric.call("on_groups_setup", strategy=fabric.strategy)
         for role in ROLES:
             if role in self.modules:
-                self._wrapped[role] = fabric.setup_module(self.modules[role])
+                self._wrapped[role] = fabric.setup_module(self.modules[role], move_to_device=False)
+                self._passes[role] = make_passes(fabric, role, self._wrapped[role])
         self.metrics = StepMetrics(fabric.device)
         self.gate = Gate(fabric.strategy)
         self._early = EarlyScoring(fabric.strategy, self.modules)
@@ -219,9 +221,7 @@ class HybridDataFlow:
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the actor as a Hugging Face folder with its tokenizer; with LoRA, the adapter (a collective call)."""
         actor: Any = self.modules["actor"]
-        reshard(actor)
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state = get_model_state_dict(actor.model, options=options) if self._holds("actor") else {}
+        state = whole_state(actor.model, self.strategy.group("actor", "pipeline")) if self._holds("actor") else {}
         if self.strategy.is_global_zero:
             actor.save_pretrained(folder, state)
         self.strategy.barrier()
@@ -289,7 +289,7 @@ class HybridDataFlow:
         started = time.perf_counter()
         try:
             if has_weights and self._holds(role):
-                scoring.scores = self._score_in_micro_batches(reward, rows)
+                scoring.scores = self._score_in_micro_batches(rows)
             elif self._speaks(role):
                 scoring.scores = join_scores([reward.score(rows)])  # type: ignore[operator]
             if self.fabric.device.type == "cuda":
@@ -312,7 +312,7 @@ class HybridDataFlow:
         self.metrics.mean("time/reward_score", torch.tensor([scoring.seconds]), self._speaks(role))
         figures = Scored(torch.zeros(0, device=device), torch.zeros(0, dtype=torch.bool, device=device))
         if self._holds(role):
-            scores = share_from_first_tensor_rank(scoring.scores, self.strategy, role)
+            scores = share_from_speaker(scoring.scores, self.strategy, role)
             self._record_scores(scores, self._speaks(role))
             figures = Scored(scores.values.to(device), scores.valid.to(device))
         back = self._exchange.back(figures, scoring.receipt, "actor", role)
@@ -359,18 +359,15 @@ class HybridDataFlow:
             return
         counts = self._speaks(role)
         batches, normalizer = self._plan(role, rows)
-        module, optimizer = self._wrapped[role], self.optimizers[role]
+        module, optimizer, passes = self._wrapped[role], self.optimizers[role], self._passes[role]
         if normalizer.tokens == 0:
             self._skip(role, "no row of the mini-batch has a token to train on")
             return
         with self._ready(role):
-            for number in range(len(batches)):
-                held = self.strategy.defer_gradient_sync and number < len(batches) - 1
-                with self.fabric.no_backward_sync(module, enabled=held):  # type: ignore[arg-type]
-                    value, metrics = loss(module, batches.take(rows, number), normalizer)
-                    self.fabric.backward(value)
-                for name, figure in metrics.items():
-                    self.metrics.share(f"{role}/{name}", figure, counts)
+            found = passes.train(lambda number: batches.take(rows, number), len(batches), loss, normalizer)
+        for metrics in found:
+            for name, figure in metrics.items():
+                self.metrics.share(f"{role}/{name}", figure, counts)
         self.metrics.finish_minibatch(f"{role}/")
         norm = self.fabric.clip_gradients(module, optimizer, max_norm=self.max_grad_norm, error_if_nonfinite=False)
         if norm is not None and torch.isfinite(norm):
@@ -380,6 +377,8 @@ class HybridDataFlow:
         else:
             self._skip(role, f"the gradient norm is {norm}")
         optimizer.zero_grad()
+        if (idle := passes.idle_share()) is not None:
+            self.metrics.mean(f"{role}/bubble", idle)
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
@@ -389,17 +388,19 @@ class HybridDataFlow:
         result = torch.zeros_like(rows.rollout_logprobs)
         if self._holds(role):
             batches, _ = self._plan(role, Experience(rows, rows.prompt_lengths, rows.prompt_lengths > 0))
-            with torch.no_grad(), self._ready(role):
-                for number, part in enumerate(batches.bins):
-                    figures = run(self._wrapped[role], batches.take(rows, number))
-                    result[part, : figures.shape[1]] = figures
+            with self._ready(role):
+                found = self._passes[role].forward(lambda number: batches.take(rows, number), len(batches), run)
+            for part, figures in zip(batches.bins, found, strict=False):
+                result[part, : figures.shape[1]] = figures
+            self._passes[role].share(result)
         values = self._exchange.back(Figures(result), receipt, "actor", role).values
         return values[:, : batch.response_width]
 
     def _plan(self, role: str, rows: Experience) -> tuple[MicroBatches, Normalizer]:
         """Cut rows into micro-batches, equally many on all data ranks, and count the tokens of all of them."""
-        mask, limit = rows.mask, self.max_tokens_per_micro_batch or self.budget.of(role)
-        batches = MicroBatches.cut(rows.sizes(), limit, self._packing_of(role))
+        mask, sizes, packing, passes = rows.mask, rows.sizes(), self._packing_of(role), self._passes[role]
+        limit = passes.limit(tokens_of(sizes, packing), self.max_tokens_per_micro_batch or self.budget.of(role))
+        batches = MicroBatches.cut(sizes, limit, packing)
         own = [*torch.stack([mask.sum(), mask.any(1).sum()]).tolist(), len(batches)]
         counts = gather_counts(own, self.strategy.group(role, "scores"))
         normalizer = Normalizer(
@@ -408,7 +409,7 @@ class HybridDataFlow:
             data_parallel_size=self.strategy.layout(role).data_size,
             max_length=self._max_response_length,
         )
-        return batches.filled_up(int(counts[:, 2].max())), normalizer
+        return batches.filled_up(passes.count(int(counts[:, 2].max()))), normalizer
 
     def _packing_of(self, role: str) -> Packing:
         """How the rows of a role run together: as asked, or padded where its model can do no better."""
@@ -427,21 +428,27 @@ class HybridDataFlow:
         with deterministic(module), nullcontext() if self._packing_of(role) == "padded" else module.without_padding():
             yield
 
-    def _score_in_micro_batches(self, reward: Any, rows: RolloutBatch) -> Scores:
+    def _score_in_micro_batches(self, rows: RolloutBatch) -> Scores | None:
         batches, _ = self._plan("reward", Experience(rows, rows.prompt_lengths, rows.prompt_lengths > 0))
         parts: list[Scores] = []
         error: Exception | None = None
-        with torch.no_grad(), self._ready("reward"):
-            for number in range(len(batches)):
-                try:
-                    parts.append(reward.score(batches.take(rows, number)))
-                except Exception as problem:  # the other ranks' passes wait for all of this rank's
-                    if is_collective_failure(problem):
-                        raise
-                    error = error or problem
+
+        def run(module: Any, part: RolloutBatch) -> Tensor:
+            nonlocal error
+            try:
+                parts.append(module.score(part))
+            except Exception as problem:  # the other ranks' passes wait for all of this rank's
+                if is_collective_failure(problem):
+                    raise
+                error = error or problem
+            return part.rollout_logprobs
+
+        with self._ready("reward"):
+            self._passes["reward"].forward(lambda number: batches.take(rows, number), len(batches), run)
         if error is not None:
             raise error
-        return join_scores(parts, order=[row for part in batches.bins for row in part])
+        # Only the last stage of a pipeline has scores; ``finish_scoring`` shares them.
+        return join_scores(parts, order=[row for part in batches.bins for row in part]) if parts else None
 
     def _record_resharding(self) -> None:
         report = self.strategy.reshard_report

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,10 +20,12 @@ from lightning_verl.data.experience import Experience, PromptBatch, RolloutBatch
 from lightning_verl.data.prompts import AsyncRolloutDataset
 from lightning_verl.data.sharding import local_minibatch_sizes, rollout_rows
 from lightning_verl.dataflow import HybridDataFlow
+from lightning_verl.pipeline.order import chunks_of, rows_problem
 from lightning_verl.rollout.sampling import SamplingParams
 from lightning_verl.schedule import check_schedule, learning_rate_scale
 from lightning_verl.scoring import Scoring
 from lightning_verl.strategies.diagnosis import IDLE_WINDOW, StepTimes, advise_ratio
+from lightning_verl.strategies.hybrid import HybridStrategy
 
 OldLogprobs = Literal["auto", "recompute", "rollout"]
 
@@ -92,6 +94,7 @@ class RLTrainer:
         self._step_times: list[StepTimes] = []
         self._advised = False
         self._check_sizes(samples)
+        _check_stages(fabric, dataflow.modules, self.update_batch_size, samples)
         check_schedule(type(self).__name__, warmup_steps, decay_steps)
         self._check_roles()
         self._check_lengths(sampling or SamplingParams())
@@ -374,6 +377,17 @@ class RLTrainer:
                 "busy; time/idle_share in the log is what this run loses by waiting.",
                 stacklevel=3,
             )
+
+
+def _check_stages(fabric: Fabric, roles: Container[str], update_batch_size: int, samples: int) -> None:
+    """Refuse mini-batches from which a pipeline gets fewer micro-batches than it has stages."""
+    if not isinstance(fabric.strategy, HybridStrategy):
+        return  # ``HybridDataFlow.setup`` refuses it
+    for role in ("actor", "critic") if "critic" in roles else ("actor",):
+        layout = fabric.strategy.layout(role)
+        stages = layout.pipeline * (chunks_of(fabric.strategy.pipeline_schedule) if layout.pipeline > 1 else 1)
+        if problem := rows_problem(role, update_batch_size, samples, layout.data_size, stages):
+            raise ValueError(f"RLTrainer: {problem}")
 
 
 def _rows_of(prompts_of_minibatches: list[int], samples: int) -> list[list[int]]:

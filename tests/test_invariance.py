@@ -9,7 +9,6 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from lightning_verl import GRPO, PPO, SFT, Actor, Critic, HybridDataFlow, HybridStrategy, Reference
 from lightning_verl.algorithms.base import Algorithm
@@ -17,6 +16,7 @@ from lightning_verl.data.experience import Experience, RolloutBatch
 from lightning_verl.data.microbatches import Packing
 from lightning_verl.data.sharding import split
 from lightning_verl.parallel import compiling, offloading
+from lightning_verl.pipeline.gather import whole_state
 from lightning_verl.testing import run_ranks, tiny_model
 
 GROUPS, SAMPLES, WIDTH, RESPONSE = 5, 2, 14, 6
@@ -76,10 +76,10 @@ def make_algorithm(name: str) -> Algorithm:
     return GRPO(kl=0.05) if name == "grpo" else SFT()
 
 
-def make_model(family: str, seed: int = 0) -> Any:
+def make_model(family: str, seed: int = 0, layers: int = 2) -> Any:
     """A model of a family, or of a family and a size of the vocabulary: ``"qwen2/131"``."""
     family, _, vocabulary = family.partition("/")
-    return tiny_model(family, seed=seed, vocab_size=int(vocabulary or 128))  # type: ignore[arg-type]
+    return tiny_model(family, seed=seed, vocab_size=int(vocabulary or 128), num_hidden_layers=layers)  # type: ignore[arg-type]
 
 
 def one_update(
@@ -89,21 +89,23 @@ def one_update(
     strategy: HybridStrategy,
     options: Mapping[str, Any],
     packing: Packing = "shared",
+    layers: int = 2,
 ) -> tuple[Steps, dict[str, float]]:
     """Train once on the same rows under any layout; return every parameter's step, whole, and the metrics."""
     fabric = Fabric(accelerator="cpu", strategy=strategy)
     fabric.launch()
     torch.manual_seed(11)  # adapters are drawn from the global state
-    actor = SGDActor(make_model(family), **options)
-    critic = SGDCritic(make_model(family, seed=1))
+    actor = SGDActor(make_model(family, layers=layers), **options)
+    critic = SGDCritic(make_model(family, seed=1, layers=layers))
     torch.nn.init.normal_(critic.value_head.weight, std=0.1, generator=torch.Generator().manual_seed(5))
-    reference = Reference(make_model(family, seed=2))
+    reference = Reference(make_model(family, seed=2, layers=layers))
     flow = HybridDataFlow(
         actor, critic, None, reference, max_tokens_per_micro_batch=budget, packing=packing, max_grad_norm=1e9
     )
     flow.setup(fabric)
     flow.setup_optimizers()
-    before = {role: whole(flow.modules[role]) for role in ("actor", "critic")}
+    stages = {role: strategy.group(role, "pipeline") for role in ("actor", "critic")}
+    before = {role: whole(flow.modules[role], stages[role]) for role in stages}
     rank, ranks = strategy.data_rank("actor"), strategy.layout("actor").data_size
     own = [g * SAMPLES + sample for g in split(GROUPS, ranks, rank) for sample in range(SAMPLES)]
     experience = make_experience().select(own)
@@ -114,15 +116,14 @@ def one_update(
     algorithm.update(flow, experience)
     steps = {
         f"{role}.{name}": before[role][name] - value
-        for role in ("actor", "critic")
-        for name, value in whole(flow.modules[role]).items()
+        for role in stages
+        for name, value in whole(flow.modules[role], stages[role]).items()
     }
     return steps, flow.metrics.compute()
 
 
-def whole(module: torch.nn.Module) -> dict[str, Tensor]:
-    state = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    return {name: value.clone() for name, value in state.items()}
+def whole(module: torch.nn.Module, stages: Any = None) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in whole_state(module, stages).items()}
 
 
 def updates(
@@ -131,13 +132,14 @@ def updates(
     cuts: Sequence[tuple[str, str, int]],
     actor_options: Mapping[str, Any] | None = None,
     packing: Packing = "shared",
+    layers: int = 2,
     **options: Any,
 ) -> list[tuple[Steps, dict[str, float]]]:
     """``one_update`` for several families, algorithms and budgets, on the ranks that run this."""
     made = []
     for family, name, budget in cuts:
         strategy = HybridStrategy(mesh, config, **options)
-        made.append(one_update(family, make_algorithm(name), budget, strategy, actor_options or {}, packing))
+        made.append(one_update(family, make_algorithm(name), budget, strategy, actor_options or {}, packing, layers))
     return made
 
 

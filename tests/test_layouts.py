@@ -81,6 +81,9 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (4, {"mesh_shape": (2, 2, 1, 1)}),
     (4, {"mesh_shape": (2, 2, 1, 1), "hybrid_engine_config": {"rollout_tp": 1}}),
     (2, {"mesh_shape": (2, 1, 1, 1), "hybrid_engine_config": {"rollout_tp": 2}}),
+    (2, {"mesh_shape": (1, 1, 2, 1), "hybrid_engine_config": {"rollout_tp": 2}}),
+    (4, {"mesh_shape": (2, 1, 2, 1)}),
+    (4, {"mesh_shape": (1, 2, 2, 1)}),
 ]
 
 

@@ -104,7 +104,7 @@ class NCCLGroupIsolation:
         groups: dict[tuple[str, str], dist.ProcessGroup | None] = {}
         for role in ROLES:
             layout = strategy.layout(role)
-            for operation, axis in operations_of(role, experts=layout.expert > 1).items():
+            for operation, axis in operations_of(role, layout).items():
                 if strategy.has_group(role, operation):
                     continue  # the user's own, such as RLTrainer(grad_sync_groups=...)
                 for line in layout.lines(axis):
@@ -116,8 +116,7 @@ class NCCLGroupIsolation:
                         high_priority=self.high_priority,
                         description=f"{role}/{operation}:{line}",
                     )
-                    if group is not None or not layout.holds(strategy.global_rank):
-                        groups[role, operation] = group
+                    groups[role, operation] = groups.get((role, operation)) or group
         return groups
 
 

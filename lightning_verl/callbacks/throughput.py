@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_verl.models.quantize import whole_shape
+from lightning_verl.strategies.dispatch import gather_counts
 
 if TYPE_CHECKING:
     from lightning_verl.data.experience import RolloutBatch
@@ -75,7 +77,8 @@ class Throughput:
         if self.peak_flops is None:
             self.peak_flops = _known_peak(self._device)
         if self.peak_flops is not None:
-            self._cost = UpdateCost.of(trainer.dataflow.modules["actor"].model)
+            stages = trainer.dataflow.strategy.group("actor", "pipeline")
+            self._cost = UpdateCost.of(trainer.dataflow.modules["actor"].model, stages)
 
     def on_step_start(self) -> None:
         """Forget what an interrupted step left."""
@@ -157,22 +160,32 @@ class UpdateCost:
     """layers x heads x head_dim."""
 
     @classmethod
-    def of(cls, model: Any) -> Self | None:
+    def of(cls, model: Any, stages: dist.ProcessGroup | None = None) -> Self | None:
         """The cost of a causal transformers model, sharded or not; None with matrices of more than two dims.
 
         Args:
-            model: The model.
+            model: The model, or this rank's stage of it.
+            stages: The ranks that have the others (then a collective call).
         """
         lookups = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Embedding)}
-        head = model.get_output_embeddings().weight
+        head = getattr(model.get_output_embeddings(), "weight", None)  # only the last stage has one
         matrices = [p for p in model.parameters() if p.ndim > 1 and (id(p) not in lookups or p is head)]
-        if any(matrix.ndim > 2 for matrix in matrices):
+        parts = gather_counts(
+            [
+                sum(matrix.numel() for matrix in matrices if matrix.requires_grad),
+                sum(math.prod(whole_shape(matrix)) for matrix in matrices if not matrix.requires_grad),
+                sum(matrix.ndim > 2 for matrix in matrices),
+            ],
+            stages,
+        )
+        trained, frozen, others = parts.sum(0).tolist()
+        if others:
             return None
         config = model.config.get_text_config()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return cls(
-            trained=sum(matrix.numel() for matrix in matrices if matrix.requires_grad),
-            frozen=sum(math.prod(whole_shape(matrix)) for matrix in matrices if not matrix.requires_grad),
+            trained=trained,
+            frozen=frozen,
             attention=config.num_hidden_layers * config.num_attention_heads * head_dim,
         )
 

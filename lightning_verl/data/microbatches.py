@@ -8,10 +8,21 @@ from typing import Literal, TypeVar
 
 from lightning_verl.data.experience import Experience, RolloutBatch
 from lightning_verl.data.packed_rows import PackedRows
-from lightning_verl.data.packing import RowSize, pack_groups, pack_padded
+from lightning_verl.data.packing import RowSize, group_cost, pack_groups, pack_padded
 
 Packing = Literal["shared", "rows", "padded"]
 """How rows run together: side by side with the prompt of a group once, side by side, or padded to the longest."""
+
+
+def tokens_of(sizes: Sequence[RowSize], packing: Packing) -> int:
+    """Tokens that a pass over rows runs on, padding left out.
+
+    Args:
+        sizes: Those of the rows.
+        packing: How rows run together.
+    """
+    return group_cost(sizes) if packing == "shared" else sum(size.tokens for size in sizes)
+
 
 TRows = TypeVar("TRows", RolloutBatch, Experience)
 

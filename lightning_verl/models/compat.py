@@ -16,7 +16,7 @@ from packaging.version import Version
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 TORCH = SpecifierSet(">=2.11")
 TRANSFORMERS = SpecifierSet(">=5.17,<6")
@@ -211,3 +211,9 @@ def _vllm_version() -> str | None:
         if error.name != "vllm":  # vLLM is there but one of its own dependencies is not
             raise
         return None
+
+
+def model_class_of(factory: Any, config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """The class that an auto class of transformers builds for a config; None where there is not exactly one."""
+    found = factory._model_mapping.get(type(config), None)
+    return found if isinstance(found, type) else None

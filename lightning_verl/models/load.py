@@ -19,7 +19,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from lightning_verl.models.compat import model_class_of
 from lightning_verl.models.quantize import quantize
+from lightning_verl.pipeline.building import draw_stages, read_stages, share_of
 
 ModelSource = str | Path | PretrainedConfig | nn.Module
 """A hub name, a folder, a config (random weights), or a module that is used as it is."""
@@ -27,23 +29,34 @@ ModelSource = str | Path | PretrainedConfig | nn.Module
 _CLASSES = {"causal": AutoModelForCausalLM, "base": AutoModel, "score": AutoModelForSequenceClassification}
 
 
-def load_model(source: ModelSource, kind: Literal["causal", "base", "score"]) -> nn.Module:
+def load_model(source: ModelSource, kind: Literal["causal", "base", "score"], role: str = "") -> nn.Module:
     """Build a model in fp32 on the CPU; the strategy casts, moves and cuts it later.
+
+    Inside of ``fabric.init_module()`` only the pipeline stages of this rank get memory (``pipeline.building``).
 
     Args:
         source: A name, a folder, a config (random weights), or a module, which is returned as it is.
         kind: ``"causal"`` with the language-model head, ``"base"`` without any, ``"score"`` with one scalar a sequence.
+        role: Whose model it is.
     """
     if isinstance(source, nn.Module):
         return source
     factory: Any = _CLASSES[kind]
+    share = share_of(role)
     if isinstance(source, PretrainedConfig):
         if kind == "score":
             source.num_labels = 1
-        return factory.from_config(source, dtype=torch.float32, **_attention_of(source))  # type: ignore[no-any-return]
-    options = _attention_of(AutoConfig.from_pretrained(str(source)))
+
+        def make(config: PretrainedConfig) -> PreTrainedModel:
+            return factory.from_config(config, dtype=torch.float32, **_attention_of(config))  # type: ignore[no-any-return]
+
+        return make(source) if share is None else draw_stages(make, source, share)
+    config = AutoConfig.from_pretrained(str(source))
+    options = _attention_of(config)
     if kind == "score":
         options["num_labels"] = 1
+    if share is not None and (model_class := model_class_of(factory, config)) is not None:
+        return read_stages(model_class, str(source), share, dtype=torch.float32, **options)
     return factory.from_pretrained(str(source), dtype=torch.float32, **options)  # type: ignore[no-any-return]
 
 

@@ -96,7 +96,7 @@ def apply_fsdp(
         )
     module._hybrid_touch = _touch  # type: ignore[assignment]
     module.__dict__["_hybrid_units"] = fsdp_units(module)
-    for method in ("_hybrid_touch", "score"):
+    for method in ("_hybrid_touch", "score", "stage_states"):
         if hasattr(module, method):
             register_fsdp_forward_method(module, method)
     use_reduce_group(units, mesh, reduce)

@@ -91,7 +91,8 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         mesh: The role's tensor axis.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = head is not None and head.weight is embedding.weight
+    ends = [getattr(end, "weight", None) for end in (embedding, head)]  # none on other stages of a pipeline
+    tied = ends[0] is not None and ends[0] is ends[1]
     for module, style in planned_styles(model):
         if style in _CUT_STYLES:
             for linear in _linears(module, style):

@@ -57,7 +57,7 @@ def _remedies(plan: Plan, kind: RankMemory, phase: Phase) -> Iterator[tuple[int,
     """What would make a phase smaller, with the bytes that it saves at the peak."""
     items = phase.peak.items
     for role in kind.roles:
-        memory, layout = plan.roles[role], plan.layouts[role]
+        memory, layout = plan.role_on(role, kind), plan.layouts[role]
         kept = _total(items, role, ("parameters", "optimizer state", "gradients", "adapter of step 0"))
         yield kept // 2, f"{role}: dp={2 * layout.shards} for dp={layout.shards}, {_ranks_for_shards(layout)}"
         if role != "actor" and len(kind.roles) > 1:
@@ -65,10 +65,10 @@ def _remedies(plan: Plan, kind: RankMemory, phase: Phase) -> Iterator[tuple[int,
         if memory.model.is_trained and plan.config.model.lora is None:
             yield _total(items, role, ("optimizer state", "gradients")), f"{role}: model.lora, almost all of it"
     if plan.config.optimizer.name == "adamw":
-        yield sum(_saved_by_8_bits(plan.roles[role], items) for role in kind.roles), "optimizer.name=adamw8bit"
+        yield sum(_saved_by_8_bits(plan.role_on(role, kind), items) for role in kind.roles), "optimizer.name=adamw8bit"
     activations = _total(items, None, ("activations",))
     if phase.name.endswith("_update"):
-        yield from _update_remedies(plan, plan.roles[phase.name.removesuffix("_update")])
+        yield from _update_remedies(plan, plan.role_on(phase.name.removesuffix("_update"), kind))
     elif phase.name == "rollout":
         states = _total(items, None, ("optimizer state",))
         resharding = phase.peak.bytes - next(m.bytes for m in phase.moments if m.name == RESHARDING)
@@ -107,7 +107,9 @@ def _update_remedies(plan: Plan, memory: RoleMemory) -> Iterator[tuple[int, str]
         tokens = -(-rows // 2) * sizes.row_tokens
         fewer = replace(sizes, max_tokens_per_micro_batch=tokens)
         as_the_actor = same_grid(memory.layout, plan.layouts["actor"])
-        smaller = replace(memory, batch=RoleBatch.of(fewer, memory.layout.data_size, as_the_actor))
+        smaller = replace(
+            memory, batch=RoleBatch.of(fewer, memory.layout.data_size, as_the_actor, memory.layout.pipeline)
+        )
         yield peak(memory) - peak(smaller), f"batch.max_tokens_per_micro_batch={tokens}"
 
 
@@ -292,10 +294,10 @@ def _uneven(name: str, prompts: int, role: str, ranks: int, rows: tuple[int, int
 def _padding(plan: Plan) -> Iterator[Advice]:
     """Parameters that the shards do not divide: each part is padded to the size of the first."""
     for role, memory in plan.roles.items():
-        first, last = memory.layout.ranks[0], memory.layout.ranks[-1]
+        held = {p: memory.place.held(p) for p in memory.model.parameters}
         lost = {
-            p: (numel_on(p, memory.place.held(p), first) - numel_on(p, memory.place.held(p), last)) * p.itemsize
-            for p in memory.model.parameters
+            p: (numel_on(p, here, here.grid.ranks[0]) - numel_on(p, here, here.grid.ranks[-1])) * p.itemsize
+            for p, here in held.items()
         }
         uneven = [parameter for parameter, size in lost.items() if size]
         if sum(lost.values()) >= LEAST_PADDING:

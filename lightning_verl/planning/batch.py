@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from lightning_verl.data.microbatches import MicroBatches, Packing
 from lightning_verl.data.packing import RowSize
 from lightning_verl.data.sharding import local_minibatch_sizes
+from lightning_verl.pipeline.order import micro_batch_limit
 
 
 @dataclass(frozen=True)
@@ -40,20 +41,26 @@ class BatchSizes:
         """Mini-batches that a rollout batch feeds in one pass."""
         return self.rollout_batch_size / self.update_batch_size
 
-    def micro_batches(self, rows: int, together: bool) -> tuple[int, int, int]:
+    def micro_batches(self, rows: int, together: bool, stages: int = 1) -> tuple[int, int, int]:
         """How rows of the greatest length are cut.
 
         Args:
             rows: How many.
             together: Whether the samples of a prompt lie together; else each is taken to have a prompt of its own.
+            stages: Ranks of the role's pipeline, which wants several micro-batches.
 
         Returns:
             Micro-batches, and of the one with the most tokens those tokens and the tokens of responses among them.
         """
-        if self.packing == "shared" and together and self.samples_per_prompt > 1:
-            groups = [row // self.samples_per_prompt for row in range(rows)]
+        shares = self.packing == "shared" and together and self.samples_per_prompt > 1
+        groups = [row // self.samples_per_prompt if shares else row for row in range(rows)]
+        limit = self.max_tokens_per_micro_batch
+        if stages > 1:
+            prompts = len(set(groups)) * self.prompt_tokens
+            limit = micro_batch_limit(prompts + rows * self.response_tokens, limit, stages)
+        if shares:
             sizes = [RowSize(self.prompt_tokens, self.response_tokens, group) for group in groups]
-            bins = MicroBatches.cut(sizes, self.max_tokens_per_micro_batch, "shared").bins
+            bins = MicroBatches.cut(sizes, limit, "shared").bins
             tokens = [
                 len({groups[row] for row in part}) * self.prompt_tokens + len(part) * self.response_tokens
                 for part in bins
@@ -62,7 +69,7 @@ class BatchSizes:
                 return 0, 0, 0
             fullest = max(range(len(bins)), key=tokens.__getitem__)
             return len(bins), tokens[fullest], len(bins[fullest]) * self.response_tokens
-        most = min(rows, max(1, self.max_tokens_per_micro_batch // self.row_tokens))
+        most = min(rows, max(1, limit // self.row_tokens))
         return -(-rows // max(1, most)), most * self.row_tokens, most * self.response_tokens
 
 
@@ -88,7 +95,7 @@ class RoleBatch:
     """Tokens of responses among them."""
 
     @classmethod
-    def of(cls, sizes: BatchSizes, data_size: int, as_the_actor: bool = True) -> RoleBatch:
+    def of(cls, sizes: BatchSizes, data_size: int, as_the_actor: bool = True, stages: int = 1) -> RoleBatch:
         """The part of a data rank.
 
         Args:
@@ -96,6 +103,7 @@ class RoleBatch:
             data_size: Data ranks of the role.
             as_the_actor: Whether rows lie as in the actor's layout, the samples of a prompt together. For a role with
                 another grid they are divided one by one.
+            stages: Ranks of the role's pipeline.
         """
         each = sizes.samples_per_prompt
         prompts = (sizes.rollout_batch_size, sizes.update_batch_size)
@@ -107,8 +115,8 @@ class RoleBatch:
         else:
             rows = _shares(sizes.rollout_batch_size * each, data_size)
             minibatch_rows = _shares(sizes.update_batch_size * each, data_size)
-        micro_batches, tokens, responses = sizes.micro_batches(minibatch_rows[1], as_the_actor)
-        _, scoring_tokens, scoring_responses = sizes.micro_batches(rows[1], as_the_actor)
+        micro_batches, tokens, responses = sizes.micro_batches(minibatch_rows[1], as_the_actor, stages)
+        _, scoring_tokens, scoring_responses = sizes.micro_batches(rows[1], as_the_actor, stages)
         return cls(
             rows=rows,
             minibatch_rows=minibatch_rows,

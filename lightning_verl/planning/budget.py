@@ -48,8 +48,9 @@ class MicroBatchBudget:
             own, model = MOST_TOKENS, getattr(self._modules[role], "model", None)
             if self._strategy.root_device.type == "cuda" and isinstance(model, PreTrainedModel):
                 own = tokens_that_fit(self._describe(role, model), self._strategy.layout(role).tensor, self._free())
-            counts = gather_counts([own], self._strategy.group(role, "scores"))
-            self._tokens[role] = int(counts.min())
+            for operation in ("scores", "pipeline"):
+                own = int(gather_counts([own], self._strategy.group(role, operation)).min())
+            self._tokens[role] = own
         return self._tokens[role]
 
     def _free(self) -> int:

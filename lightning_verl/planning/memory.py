@@ -22,8 +22,9 @@ whole in the compute dtype and in an fp32 buffer on their way to the shards.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightning_verl.planning.batch import BatchSizes, RoleBatch
@@ -163,11 +164,30 @@ class RoleMemory:
     """Its rows."""
     adapter_is_reference: bool = False
     """Whether a copy of its adapter as it was at step 0 is the reference."""
+    stage: int = 0
+    """The pipeline rank that is meant."""
+    waiting: float = 1.0
+    """Micro-batches whose activations wait for their backward pass at once, see ``pipeline.cut.micro_batches_kept``."""
 
     @property
     def layout(self) -> RoleLayout:
         """Its layout in training."""
         return self.place.layout
+
+    @cached_property
+    def _rank(self) -> int:
+        """A world rank of the stage: the one with the most."""
+        return self.layout.stage_ranks(self.stage)[0]
+
+    @property
+    def _layers(self) -> int:
+        """Layers on the rank."""
+        return self.model.stage_layers[self.stage] if self.model.stage_layers else self.model.decoder.layers
+
+    @property
+    def _has_head(self) -> bool:
+        """Whether logits are made on the rank."""
+        return self.model.has_head and self.stage == self.layout.pipeline - 1
 
     # ---- held always -------------------------------------------------------------------------------------------------
 
@@ -214,7 +234,7 @@ class RoleMemory:
                 *self._expanded(),
             ),
         }
-        if self.model.has_head:
+        if self._has_head:
             logits = min(LOGIT_CHUNK, self.batch.scoring_responses) * self._tokens
             copied = SCORE_LOGIT_BYTES * (1 if c == 4 and temperature in (0, 1) else 2)
             if self._is_part:
@@ -258,7 +278,7 @@ class RoleMemory:
         }
         if model.optimizer == "adamw8bit":  # parameter by parameter; fused AdamW makes nothing on the way
             moments["optimizer step"] = (gradients, self._item("AdamW's temporaries", self._moments_in_fp32))
-        if model.has_head:
+        if self._has_head:
             chunks = 2 if batch.micro_batch_responses > LOGIT_CHUNK else 1  # a chunk's gradient beside the sum so far
             logits = min(LOGIT_CHUNK, batch.micro_batch_responses) * self._tokens
             moments["backward of the head"] = (
@@ -272,8 +292,10 @@ class RoleMemory:
 
     def activations(self) -> tuple[int, int]:
         """Bytes that wait for the backward pass, and bytes while one layer is in it."""
-        layers, whole = activation_bytes(self.model, self.layout.tensor)
-        return self.batch.micro_batch_tokens * layers, self.batch.micro_batch_tokens * whole
+        here = replace(self.model, decoder=replace(self.model.decoder, layers=self._layers))
+        layers, whole = activation_bytes(here, self.layout.tensor)
+        tokens = self.batch.micro_batch_tokens
+        return math.ceil(self.waiting * tokens * layers), tokens * whole
 
     # ---- rollout -----------------------------------------------------------------------------------------------------
 
@@ -340,7 +362,7 @@ class RoleMemory:
             if parameter.codes:  # used where they lie
                 units.setdefault(parameter.layer, (0, 0))
                 continue
-            numel = numel_on(parameter, self.place.gathered(parameter), self.layout.ranks[0])
+            numel = numel_on(parameter, self.place.gathered(parameter), self._rank)
             all_of_it, trained = units.get(parameter.layer, (0, 0))
             units[parameter.layer] = (all_of_it + numel, trained + numel * parameter.trained)
         return units
@@ -365,7 +387,7 @@ class RoleMemory:
     def _trained_head(self) -> int:
         """Elements of a trained head, tied or not."""
         vocabulary = self._tokens * self.model.decoder.hidden
-        return vocabulary if self.model.has_head and self._trained_root >= vocabulary else 0
+        return vocabulary if self._has_head and self._trained_root >= vocabulary else 0
 
     def _expanded(self) -> tuple[Item, ...]:
         """The largest weight of 4 bits while it is expanded for a matrix product, if there is one."""
@@ -403,7 +425,7 @@ class RoleMemory:
         return sum(size(parameter) for parameter in self.model.parameters if wanted(parameter))
 
     def _numel(self, parameter: ParameterShape) -> int:
-        return numel_on(parameter, self.place.held(parameter), self.layout.ranks[0])
+        return numel_on(parameter, self.place.held(parameter), self._rank)
 
     def _item(self, what: str, size: int) -> Item:
         return Item(self.model.role, what, size)

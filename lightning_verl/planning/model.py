@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -18,6 +18,8 @@ from lightning_verl.parallel.rollout import RolloutCut, rollout_cuts
 from lightning_verl.parallel.structure import decoder_layers
 from lightning_verl.parallel.tensor import cut_dims
 from lightning_verl.parallel.vocabulary import vocabulary_ends
+from lightning_verl.pipeline.cut import Costs, cut_layers
+from lightning_verl.pipeline.stages import stage_costs
 from lightning_verl.resharding.sinks import RolloutModule, plain_name
 from lightning_verl.roles.optimizers import OptimizerName
 from lightning_verl.strategies.layout import is_trainable
@@ -48,6 +50,10 @@ class ParameterShape:
     """Whether it is half of a LoRA adapter, which is merged into its target for the rollout."""
     adapted: bool = False
     """Whether it is such a target."""
+    end: Literal["first", "last", "both"] = "last"
+    """Which stages of a pipeline have it, if it belongs to no layer; both: a head that is tied to the embedding."""
+    stages: tuple[int, ...] = (0,)
+    """The pipeline ranks that have it, see ``RoleModel.in_stages``."""
 
     codes: bool = False
     """Whether it is held in codes of 4 bits, whole on every rank; ``shape`` is that of the weight."""
@@ -128,6 +134,29 @@ class RoleModel:
     """What trains it."""
     cuts_vocabulary: bool = False
     """Whether a tensor axis cuts embedding and head."""
+    costs: Costs = Costs(())
+    """What its parts cost, for a cut into stages."""
+    stage_layers: tuple[int, ...] = ()
+    """Layers on each pipeline rank; empty: all on each."""
+
+    def in_stages(self, ranks: int, chunks: int = 1) -> RoleModel:
+        """The same with every parameter on its pipeline ranks.
+
+        Args:
+            ranks: Ranks of the pipeline.
+            chunks: Stages a rank.
+        """
+        owner = {
+            layer: number % ranks
+            for number, layers in enumerate(cut_layers(self.costs, ranks * chunks))
+            for layer in layers
+        }
+        ends = {"first": (0,), "last": (ranks - 1,), "both": (0, ranks - 1)}
+        parameters = tuple(
+            replace(p, stages=ends[p.end] if p.layer is None else (owner[p.layer],)) for p in self.parameters
+        )
+        counts = [list(owner.values()).count(rank) for rank in range(ranks)]
+        return replace(self, parameters=parameters, stage_layers=tuple(counts))
 
     @property
     def numel(self) -> int:
@@ -193,6 +222,14 @@ def describe(
         parameter: number for number, layer in enumerate(decoder_layers(module)) for parameter in layer.parameters()
     }
     dims = cut_dims(model)
+    embeddings = {
+        parameter
+        for child in model.base_model.children()
+        if isinstance(child, nn.Embedding)
+        for parameter in child.parameters()
+    }
+    is_tied = model.base_model is not model and model.get_output_embeddings() is not None
+    is_tied = is_tied and model.get_output_embeddings().weight in embeddings
     cuts, adapted = _rollout_of(model) if module.role == "actor" else ({}, set())
     parameters = [
         ParameterShape(
@@ -207,6 +244,7 @@ def describe(
             expert=parameter.ndim == 3 and ".experts." in name,
             adapter=".lora_" in name,
             adapted=plain_name(name).removeprefix("model.") in adapted,
+            end="last" if parameter not in embeddings else "both" if is_tied else "first",
         )
         for name, parameter in module.named_parameters()
     ]
@@ -222,6 +260,7 @@ def describe(
         cost=None if head is None else UpdateCost.of(model),
         optimizer=optimizer,
         cuts_vocabulary=bool(vocabulary_ends(model)),
+        costs=stage_costs(model),
     )
 
 

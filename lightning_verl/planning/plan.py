@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_verl.algorithms.base import Algorithm
@@ -18,6 +18,8 @@ from lightning_verl.config import (
 )
 from lightning_verl.parallel.expert import check_experts
 from lightning_verl.parallel.tensor import tensor_parallel_problems
+from lightning_verl.pipeline.order import chunks_of, micro_batches_kept, rows_problem
+from lightning_verl.pipeline.stages import staging_problems
 from lightning_verl.planning.batch import BatchSizes, RoleBatch
 from lightning_verl.planning.budget import MOST_TOKENS
 from lightning_verl.planning.memory import RESHARDING, Item, Moment, Phase, RoleMemory
@@ -62,6 +64,8 @@ class RankMemory:
     """The ranks, ascending."""
     roles: tuple[str, ...]
     """The roles with weights on them."""
+    stages: dict[str, int]
+    """The pipeline stage of each of them."""
     phases: tuple[Phase, ...]
     """What the phases take there."""
 
@@ -94,6 +98,10 @@ class Plan:
     received: tuple[int, ...]
     """Bytes that each rank of the actor receives on the way to the rollout; empty without one."""
 
+    def role_on(self, role: str, kind: RankMemory) -> RoleMemory:
+        """A role as a kind of ranks has it: of a pipeline, their stage."""
+        return _on_stage(self.config, self.roles[role], kind.stages[role])
+
 
 def make_plan(config: TrainConfig, ranks: int | None = None, hardware: Hardware | None = None) -> Plan:
     """Plan a run.
@@ -114,20 +122,22 @@ def make_plan(config: TrainConfig, ranks: int | None = None, hardware: Hardware 
     sizes = _sizes(config, algorithm)
     precision = HybridPrecision(config.precision)
     modules = {role: _on_meta(role, source, config, precision) for role, source in sources.items()}
-    _check_models(modules, layouts)
+    _check_models(modules, layouts, sizes, chunks_of(config.strategy.pipeline_schedule))
     models = {
         role: describe(module, precision, getattr(module, "activation_checkpointing", None), config.optimizer.name)
         for role, module in modules.items()
     }
-    roles = {
-        role: RoleMemory(
+    roles = {}
+    for role, model in models.items():
+        layout, as_the_actor = layouts[role], same_grid(layouts["actor"], layouts[role])
+        if layout.pipeline > 1:
+            model = model.in_stages(layout.pipeline, chunks_of(config.strategy.pipeline_schedule))
+        roles[role] = RoleMemory(
             model,
-            Placement(layouts[role], layouts["rollout"] if role == "actor" and algorithm.needs_reward else None),
-            RoleBatch.of(sizes, layouts[role].data_size, same_grid(layouts["actor"], layouts[role])),
+            Placement(layout, layouts["rollout"] if role == "actor" and algorithm.needs_reward else None),
+            RoleBatch.of(sizes, layout.data_size, as_the_actor, layout.pipeline),
             adapter_is_reference=role == "actor" and config.model.lora is not None and "reference" not in models,
         )
-        for role, model in models.items()
-    }
     return Plan(
         config=config,
         algorithm=algorithm,
@@ -153,6 +163,34 @@ def default_ranks(config: TrainConfig) -> int:
 def _claimed(entry: Mapping[str, Any]) -> list[Any]:
     """The ranks that a role claims; whether they are any is checked with the rest."""
     return list(ranks) if isinstance(ranks := entry.get("ranks"), list | tuple) else []
+
+
+def check_pipelines(config: TrainConfig, world_size: int) -> None:
+    """Refuse a run whose roles cannot be cut into their stages, before anything is launched.
+
+    A model whose config is not here yet is left to its role's set-up.
+
+    Args:
+        config: The run.
+        world_size: Ranks.
+
+    Raises:
+        ConfigError: The sizes do not fit, a model cannot be cut, or there are fewer rows than stages.
+    """
+    strategy = config.strategy
+    of_roles = [entry.get("pp", 1) for entry in strategy.parallelism_config.values()]
+    if all(size == 1 for size in [(strategy.mesh_shape or (1, 1, 1, 1))[2], *of_roles]):
+        return
+    algorithm = make_algorithm(config.algorithm)
+    modules = {}
+    for role, source in role_sources(config, algorithm).items():
+        try:
+            modules[role] = _on_meta(role, source, config, HybridPrecision())
+        except ConfigError:
+            continue
+    if "actor" in modules:
+        chunks = chunks_of(strategy.pipeline_schedule)
+        _check_models(modules, _layouts(config, world_size), _sizes(config, algorithm), chunks)
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
@@ -213,8 +251,19 @@ def _refusal(
     return None
 
 
-def _check_models(modules: Mapping[str, Any], layouts: Mapping[str, RoleLayout]) -> None:
-    """Refuse models that a tensor axis cannot cut, or whose experts do not divide; all reasons at once."""
+def _on_stage(config: TrainConfig, memory: RoleMemory, stage: int) -> RoleMemory:
+    """A role on the ranks of one of its stages."""
+    ranks = memory.layout.pipeline
+    if ranks == 1:
+        return memory
+    kept = micro_batches_kept(config.strategy.pipeline_schedule, stage, ranks, max(memory.batch.micro_batches, ranks))
+    return replace(memory, stage=stage, waiting=kept)
+
+
+def _check_models(
+    modules: Mapping[str, Any], layouts: Mapping[str, RoleLayout], sizes: BatchSizes, chunks: int
+) -> None:
+    """Refuse models that an axis cannot cut or does not get enough rows for; all reasons at once."""
     wanted = {role: (layouts[role].tensor, module.model) for role, module in modules.items()}
     wanted["rollout"] = (layouts["rollout"].tensor, modules["actor"].model)
     problems = [
@@ -224,6 +273,11 @@ def _check_models(modules: Mapping[str, Any], layouts: Mapping[str, RoleLayout])
     ]
     for role, module in modules.items():
         layout = layouts[role]
+        if (stages := layout.pipeline * chunks) > chunks:
+            prompts, samples = sizes.update_batch_size, sizes.samples_per_prompt
+            rows = rows_problem(role, prompts, samples, layout.data_size, stages) if role != "reference" else None
+            found = [*staging_problems(module, stages), *([] if rows is None else [rows])]
+            problems += [f"{role}: {problem}" for problem in found]
         try:
             check_experts(module, layout.expert, layout.tensor, layout.shards)
             check_codes(module, layout)
@@ -284,16 +338,16 @@ def _memory(
     sizes: BatchSizes,
     roles: Mapping[str, RoleMemory],
 ) -> tuple[RankMemory, ...]:
-    """The phases on each kind of rank: ranks that hold the same roles."""
-    kinds: dict[tuple[str, ...], list[int]] = {}
+    """The phases on each kind of rank: ranks that hold the same stages of the same roles."""
+    kinds: dict[tuple[tuple[str, int], ...], list[int]] = {}
     for rank in sorted({rank for memory in roles.values() for rank in memory.layout.ranks}):
-        held = tuple(role for role, memory in roles.items() if memory.layout.holds(rank))
+        held = tuple((role, m.layout.stage(rank)) for role, m in roles.items() if m.layout.holds(rank))
         kinds.setdefault(held, []).append(rank)
     sampling = _sampling_kind(config.sampling)
     offload = bool(config.strategy.hybrid_engine_config.get("offload_to_cpu"))
     result = []
     for held, ranks in kinds.items():
-        here = {role: roles[role] for role in held}
+        here = {role: _on_stage(config, roles[role], stage) for role, stage in held}
         work = _work(here, algorithm, sizes, config.sampling.temperature)
         if "actor" in here and algorithm.needs_reward:
             work = {"rollout": here["actor"].rollout(sizes, sampling), **work}
@@ -306,7 +360,7 @@ def _memory(
             }
             parts = tuple(Moment(moment, (*during[moment], *items)) for moment, items in moments.items())
             phases.append(Phase(name, parts))
-        result.append(RankMemory(tuple(ranks), held, tuple(phases)))
+        result.append(RankMemory(tuple(ranks), tuple(here), dict(held), tuple(phases)))
     return tuple(result)
 
 

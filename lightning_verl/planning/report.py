@@ -5,6 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
+from lightning_verl.pipeline.cut import cut_layers, describe
+from lightning_verl.pipeline.order import bubble_share, chunks_of, count_for
 from lightning_verl.planning.advice import advise, gib, gigabytes, mib, milliseconds, ranges
 from lightning_verl.planning.plan import ASSUMED_PROMPT_TOKENS, USABLE, Plan, RankMemory
 from lightning_verl.planning.traffic import Traffic
@@ -18,8 +20,9 @@ WIDTH = 110
 
 def report(plan: Plan) -> str:
     """The whole report, which ends in a line break."""
-    parts = [_head(plan), _layouts(plan), _batches(plan), _training(plan), _memory(plan), _traffic(plan), _advice(plan)]
-    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+    parts = [_head, _layouts, _batches, _pipelines, _training, _memory, _traffic, _advice]
+    texts = ["\n".join(part(plan)) for part in parts]
+    return "\n\n".join(filter(None, texts)) + "\n"
 
 
 def _head(plan: Plan) -> Iterator[str]:
@@ -50,13 +53,16 @@ def draw(name: str, layout: RoleLayout) -> Iterator[str]:
         layout: The layout.
     """
     sizes = f"{layout.replicas} x {layout.shards} x {layout.expert} x {layout.tensor}"
+    if layout.pipeline > 1:
+        sizes += f" in {layout.pipeline} stages"
     yield f"  {name:<10} {sizes}: {layout.data_size} data ranks, {ranges(sorted(layout.ranks))}"
-    inner = layout.expert * layout.tensor
     copies = [
-        _copy(layout, layout.ranks[start : start + layout.shards * inner])
-        for start in range(0, len(layout.ranks), layout.shards * inner)
+        _copy(layout, layout.ranks[start : start + layout.stage_size])
+        for start in range(0, len(layout.ranks), layout.stage_size)
     ]
-    if layout.shards * layout.expert == 1:  # every copy is one tensor axis
+    if layout.pipeline > 1:
+        copies = [f"stage {number % layout.pipeline}: {line}" for number, line in enumerate(copies)]
+    elif layout.shards * layout.expert == 1:  # every copy is one tensor axis
         copies = [" ".join(_shortened(copies))]
     for line in _shortened(copies):
         yield f"{'':<13}{line}"
@@ -109,12 +115,35 @@ def _span(numbers: tuple[int, int]) -> str:
     return str(least) if least == most else f"{least} to {most}"
 
 
+def _pipelines(plan: Plan) -> Iterator[str]:
+    schedule = plan.config.strategy.pipeline_schedule
+    staged = {role: memory for role, memory in plan.roles.items() if memory.layout.pipeline > 1}
+    if not staged:
+        return
+    yield f"Pipelines ({schedule}): layers of each stage, head and norm on the last"
+    for role, memory in staged.items():
+        ranks, chunks = memory.layout.pipeline, chunks_of(schedule)
+        yield f"  {role:<10} {describe(cut_layers(memory.model.costs, ranks * chunks))}"
+        hidden = memory.batch.micro_batch_tokens * memory.model.decoder.hidden * memory.model.compute_bytes
+        if memory.model.is_trained:
+            count = count_for(schedule, memory.batch.micro_batches, ranks)
+            bubble = bubble_share(ranks, count, chunks)
+            yield (
+                f"{'':<13}{count} micro-batches of a mini-batch, of each {gigabytes(hidden)} each way between stages; "
+                f"the bubble is {bubble:.0%} at least"
+            )
+
+
 def _training(plan: Plan) -> Iterator[str]:
     yield "Gradients and optimizer state of a rank"
-    for role, memory in plan.roles.items():
-        if memory.model.is_trained:
-            bits = ", moments in 8 bits" if memory.model.optimizer == "adamw8bit" else ""
-            yield f"  {role:<10} {mib(memory.trained)} and {mib(memory.optimizer)}{bits}"
+    for role in plan.roles:
+        kinds = {kind.stages[role]: kind for kind in plan.memory if role in kind.roles}
+        for stage, kind in sorted(kinds.items(), key=lambda found: found[0]):
+            memory = plan.role_on(role, kind)
+            if memory.model.is_trained:
+                bits = ", moments in 8 bits" if memory.model.optimizer == "adamw8bit" else ""
+                where = f" (stage {stage})" if len(kinds) > 1 else ""
+                yield f"  {role:<10} {mib(memory.trained)} and {mib(memory.optimizer)}{bits}{where}"
 
 
 def _memory(plan: Plan) -> Iterator[str]:
@@ -126,8 +155,8 @@ def _memory(plan: Plan) -> Iterator[str]:
 
 def _table(plan: Plan, kind: RankMemory) -> Iterator[str]:
     yield (
-        f"Memory of a rank at the peak of each phase, GiB ({ranges(kind.ranks)}; {gib(plan.hardware.usable_bytes)} "
-        f"usable, {USABLE:.0%})"
+        f"Memory of a rank at the peak of each phase, GiB ({ranges(kind.ranks)}{_stages(plan, kind)}; "
+        f"{gib(plan.hardware.usable_bytes)} usable, {USABLE:.0%})"
     )
     names = [phase.name for phase in kind.phases]
     rows: dict[tuple[str, str], dict[str, int]] = {}
@@ -140,6 +169,14 @@ def _table(plan: Plan, kind: RankMemory) -> Iterator[str]:
         yield f"  {role + ' ' + what:<32}{line}".rstrip()
     yield f"  {'total':<32}" + "".join(f"{gib(phase.peak.bytes):>15}" for phase in kind.phases)
     yield f"  {'peak at':<10}" + "; ".join(f"{phase.name}: {phase.peak.name}" for phase in kind.phases)
+
+
+def _stages(plan: Plan, kind: RankMemory) -> str:
+    """Which stages a kind of ranks has, where there are several."""
+    numbers = {role: stage for role, stage in kind.stages.items() if plan.layouts[role].pipeline > 1}
+    if len(set(numbers.values())) == 1:
+        return f", stage {next(iter(numbers.values()))}"
+    return "".join(f", {role} stage {stage}" for role, stage in numbers.items())
 
 
 def _traffic(plan: Plan) -> Iterator[str]:

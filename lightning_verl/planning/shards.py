@@ -21,12 +21,15 @@ class Placement:
     """The layout of the rollout; None: it is not rolled out."""
 
     @cached_property
-    def _dense(self) -> Grid:
-        return self.layout.grid()
+    def _grids(self) -> dict[tuple[bool, tuple[int, ...]], Grid]:
+        return {}
 
-    @cached_property
-    def _experts(self) -> Grid:
-        return self.layout.grid(experts=True)
+    def _grid(self, parameter: ParameterShape) -> Grid:
+        """The ranks that have a parameter: of its stages, on the axes of experts or on those of all else."""
+        key = parameter.expert, parameter.stages
+        if key not in self._grids:
+            self._grids[key] = self.layout.grid(experts=parameter.expert, stages=parameter.stages)
+        return self._grids[key]
 
     @cached_property
     def _rollout_grid(self) -> Grid:
@@ -46,11 +49,11 @@ class Placement:
     def gathered(self, parameter: ParameterShape) -> TensorLayout:
         """A parameter while its FSDP2 unit is gathered: cut by the tensor and the expert axis only."""
         if parameter.expert:
-            return TensorLayout(self._experts, EXPERT_CUTS)
+            return TensorLayout(self._grid(parameter), EXPERT_CUTS)
         if parameter.codes:
-            return TensorLayout(self._dense)
+            return TensorLayout(self._grid(parameter))
         tensor = () if parameter.tensor_dim is None else (Cut("tensor", parameter.tensor_dim),)
-        return TensorLayout(self._dense, tensor)
+        return TensorLayout(self._grid(parameter), tensor)
 
     def held(self, parameter: ParameterShape) -> TensorLayout:
         """A parameter as it is held: FSDP2 cuts what the other axes left over the shards.
@@ -84,15 +87,15 @@ class Placement:
 
 def same_grid(a: RoleLayout, b: RoleLayout) -> bool:
     """Whether rows lie alike in two layouts, so that none has to move."""
-    return (a.ranks, a.data_size, a.tensor) == (b.ranks, b.data_size, b.tensor)
+    return a.lies_like(b) and a.data_size == b.data_size
 
 
 def numel_on(parameter: ParameterShape, layout: TensorLayout, rank: int) -> int:
-    """Elements of a parameter on a rank.
+    """Elements of a parameter on a rank, none where another stage has it.
 
     FSDP2 pads each part to the size of the first: the first rank's number is what every rank allocates.
     """
-    return volume(layout.region(parameter.shape, rank))
+    return volume(layout.region(parameter.shape, rank)) if layout.grid.holds(rank) else 0
 
 
 _Kind = tuple[tuple[int, ...], TensorLayout, TensorLayout]
@@ -156,4 +159,4 @@ def _add(kinds: dict[_Kind, int], parameter: ParameterShape, place: Placement, i
 
 def _regions(kind: _Kind, rank: int) -> tuple[Region, Region]:
     shape, held, wanted = kind
-    return held.region(shape, rank), wanted.region(shape, rank)
+    return held.region(shape, rank) if held.grid.holds(rank) else (), wanted.region(shape, rank)

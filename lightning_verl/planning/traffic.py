@@ -57,16 +57,17 @@ class Traffic:
         if model.cost is None:
             return None
         shards, tensor = layout.shards * layout.expert, layout.tensor
-        rank = layout.ranks[0]
+        rank = layout.ranks[0]  # of a pipeline the first stage
         held = [(p, numel_on(p, actor.place.gathered(p), rank)) for p in model.parameters]
         gathers = 2 * model.compute_bytes * sum(numel for _, numel in held)
         reduction = 4 * sum(numel for parameter, numel in held if parameter.trained)
         parameter_bytes = (gathers + reduction) * (shards - 1) // shards
         passes = 6 if model.checkpointing == "full" else 4  # all-reduces a layer: forward, backward, forward again
         hidden = batch.micro_batch_tokens * model.decoder.hidden * model.compute_bytes
-        reductions = passes * model.decoder.layers + 2 * model.cuts_vocabulary  # embedding, and the head's gradient
+        layers = -(-model.decoder.layers // layout.pipeline)
+        reductions = passes * layers + 2 * model.cuts_vocabulary  # embedding, and the head's gradient
         tensor_bytes = reductions * hidden * 2 * (tensor - 1) // tensor
-        flops = float(model.cost.flops_of(*_attended(batch, sizes))) / tensor
+        flops = float(model.cost.flops_of(*_attended(batch, sizes))) / (tensor * layout.pipeline)
         shard_link = link or _link(layout.lines("shard")[0])
         return cls(
             parameter_bytes=parameter_bytes,

@@ -57,7 +57,7 @@ class Actor(Role):
         name = type(self).__name__
         check_engine(name, engine, engine_options or {})
         check_quantization(name, quantization, lora_config is not None)
-        model: Any = load_model(source, "causal")
+        model: Any = load_model(source, "causal", self.role)
         prepare(name, model, lora_config, quantization)
         super().__init__(model, **options)
         self.has_adapter = lora_config is not None

@@ -91,7 +91,13 @@ class Role(LightningModule):
             finally:
                 self._is_padded = True
 
-    def response_states(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+    def positions(self, batch: RolloutBatch) -> int:
+        """How many positions the model runs on for a batch, padding included."""
+        if batch.packed is not None and not self._is_padded:
+            return batch.packed.source.numel()
+        return _padded_ids(batch).numel()
+
+    def all_states(self, batch: RolloutBatch) -> Tensor:
         """Run the model.
 
         Args:
@@ -99,22 +105,37 @@ class Role(LightningModule):
                 model wait for this one.
 
         Returns:
+            The hidden states of all positions, row after row or as the rows are packed, ``[positions, H]``.
+        """
+        if batch.packed is not None and not self._is_padded:
+            return packed_states(self.model, PackedSequence(batch.input_ids, batch.packed))
+        return hidden_states(self.model, _padded_ids(batch)).flatten(0, 1)
+
+    def stage_states(self, batch: RolloutBatch) -> Tensor:
+        """What a pipeline stage before the last one makes of a batch, called from outside: see ``all_states``."""
+        return self.all_states(batch).clone()  # of a view FSDP2 says that it may lose its hooks
+
+    def response_states(self, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+        """Run the model, see ``all_states``.
+
+        Returns:
             The hidden states that predict each response token, ``[M, H]``, and the ids of those tokens, int64 ``[M]``,
             row after row.
         """
+        states = self.all_states(batch)
         if batch.packed is not None and not self._is_padded:
-            states = packed_states(self.model, PackedSequence(batch.input_ids, batch.packed))
             return states[batch.packed.predicting], batch.input_ids.flatten()[batch.packed.responses]
         rows, offsets = batch.response_mask.nonzero(as_tuple=True)
         columns = batch.prompt_lengths[rows] + offsets
-        return hidden_states(self.model, _padded_ids(batch))[rows, columns - 1], batch.input_ids[rows, columns]
+        return states[rows * batch.input_ids.shape[1] + columns - 1], batch.input_ids[rows, columns]
 
     def last_states(self, batch: RolloutBatch) -> Tensor:
-        """Run the model, see ``response_states``; returns the hidden state of each row's last token, ``[N, H]``."""
+        """Run the model, see ``all_states``; returns the hidden state of each row's last token, ``[N, H]``."""
+        states = self.all_states(batch)
         if batch.packed is not None and not self._is_padded:
-            return packed_states(self.model, PackedSequence(batch.input_ids, batch.packed))[batch.packed.last]
-        states = hidden_states(self.model, _padded_ids(batch))
-        return states[torch.arange(len(batch), device=states.device), (batch.lengths - 1).clamp(min=0)]
+            return states[batch.packed.last]
+        rows = torch.arange(len(batch), device=states.device)
+        return states[rows * batch.input_ids.shape[1] + (batch.lengths - 1).clamp(min=0)]
 
 
 LoraSource = dict[str, Any] | LoraConfig | None

@@ -35,7 +35,7 @@ class Critic(Role):
     ) -> None:
         name = type(self).__name__
         check_quantization(name, quantization, lora_config is not None)
-        model: Any = load_model(source, "base")
+        model: Any = load_model(source, "base", self.role)
         model = model.base_model  # a causal model that was passed in would carry a head that never gets a gradient
         prepare(name, model, lora_config, quantization)
         super().__init__(model, **options)

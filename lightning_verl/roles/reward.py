@@ -30,7 +30,7 @@ class Reward(Role):
 
     def __init__(self, source: ModelSource, *, lora_config: LoraSource = None, **options: Any) -> None:
         refuse_lora(type(self).__name__, lora_config)
-        super().__init__(load_model(source, "score"), **options)
+        super().__init__(load_model(source, "score", self.role), **options)
         self.requires_grad_(False)
 
     def forward(self, batch: RolloutBatch) -> Tensor:

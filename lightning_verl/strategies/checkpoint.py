@@ -14,10 +14,10 @@ import math
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,7 @@ _HOW_IT_RUNS = (".fused", ".foreach")
 """Options of an optimizer that depend on where its parameters lie here, and change no result."""
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 _Tensors = dict[str, Tensor]
+_Name = TypeVar("_Name", bound=Hashable)
 
 
 class CheckpointMismatchError(ValueError):
@@ -91,7 +92,7 @@ def save(path: Path, state: Mapping[str, Any], role_of: Callable[[Optimizer], st
     """
     temporary = path.with_name(path.name + ".incomplete")
     tensors, plain = _split(state, role_of)
-    plain["scalars"] = join_over_ranks(plain["scalars"])
+    plain["scalars"] = _join_entries(plain["scalars"])
     plain["tensor_names"] = list(plain["scalars"])
     _on_first_rank(lambda: _make_anew(temporary))
     if tensors or dist.is_initialized():
@@ -125,12 +126,13 @@ def load(path: Path, state: dict[str, Any], role_of: Callable[[Optimizer], str],
     targets, here = _split(wanted, role_of)
     reader = _Reader(str(path))
     holds_tensors = (path / ".metadata").is_file()
+    everywhere = _keys_everywhere(targets)
     with _on_every_rank():
         if strict:
             _check_names(path, saved_names, state)
         if holds_tensors:
             metadata = reader.read_metadata()
-            _check_shapes(path, metadata, targets)
+            _check_shapes(path, metadata, targets, everywhere)
             for name, tensors in targets.items():
                 if isinstance(block := getattr(wanted[name], "block_size", None), int):
                     _check_blocks(path, name, metadata, tensors, block)
@@ -226,11 +228,14 @@ def _check_names(path: Path, saved_names: set[str], state: Mapping[str, Any]) ->
         )
 
 
-def _check_shapes(path: Path, metadata: Metadata, targets: dict[str, _Tensors]) -> None:
+def _check_shapes(
+    path: Path, metadata: Metadata, targets: dict[str, _Tensors], everywhere: Mapping[str, set[str]]
+) -> None:
+    """Refuse a checkpoint whose tensors are not those of all ranks (``everywhere``), or have other shapes than here."""
     for name, tensors in targets.items():
         saved = [key for key in metadata.state_dict_metadata if key.startswith(f"{name}.")]
         saved_keys = {key.removeprefix(f"{name}.") for key in saved}
-        if beyond := sorted(saved_keys - tensors.keys()):
+        if beyond := sorted(saved_keys - everywhere[name]):
             raise CheckpointMismatchError(
                 f"The checkpoint at {path} is of another architecture: it holds {name}.{beyond[0]} and "
                 f"{len(beyond) - 1} more tensors that there is no place for here. Build the roles with the config "
@@ -324,21 +329,49 @@ def _publish(plain: dict[str, Any], temporary: Path, path: Path) -> None:
     shutil.rmtree(previous, ignore_errors=True)
 
 
-def join_over_ranks(part: Mapping[str, Any]) -> dict[str, Any]:
+def join_over_ranks(part: Mapping[_Name, Any]) -> dict[_Name, Any]:
     """Join what the ranks hold by name (a collective call): all of rank 0's, and of the others what ranks before lack.
 
     Args:
         part: This rank's.
+
+    Returns:
+        What all ranks hold on rank 0; on the others, what they and other ranks above 0 do.
     """
     joined = dict(part)
     if dist.is_initialized():
         box = [list(part)]
         dist.broadcast_object_list(box, src=0)
-        parts: list[dict[str, Any]] = [{}] * dist.get_world_size()
+        parts: list[dict[_Name, Any]] = [{}] * dist.get_world_size()
         dist.all_gather_object(parts, {name: value for name, value in part.items() if name not in box[0]})
         for other in parts:
             joined = {**other, **joined}
     return joined
+
+
+def _join_entries(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Join entries of two levels over ranks (a collective call): the stages of a pipeline have some of a role's each.
+
+    Args:
+        parts: This rank's entries, by name of the part and key in it.
+
+    Returns:
+        Those of all ranks on rank 0, on the others what they and other ranks above 0 have.
+    """
+    joined: dict[str, dict[str, Any]] = {name: {} for name in join_over_ranks(dict.fromkeys(parts))}
+    flat = {(name, key): value for name, entries in parts.items() for key, value in entries.items()}
+    for (name, key), value in join_over_ranks(flat).items():
+        joined[name][key] = value
+    return joined
+
+
+def _keys_everywhere(targets: Mapping[str, _Tensors]) -> dict[str, set[str]]:
+    """The names of the tensors that any rank wants (a collective call), by name of the part."""
+    joined = _join_entries({name: dict.fromkeys(tensors) for name, tensors in targets.items()})
+    box = [{name: set(entries) for name, entries in joined.items()}]  # of all ranks on rank 0 only
+    if dist.is_initialized():
+        dist.broadcast_object_list(box, src=0)
+    return box[0]
 
 
 @contextmanager

@@ -14,7 +14,13 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 
 def clip_by_true_norm(
-    parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = True
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = True,
+    *,
+    stages: dist.ProcessGroup | None = None,
+    uncounted: Iterable[Tensor] = (),
 ) -> Tensor:
     """Scale gradients in place so that their total norm is at most ``max_norm``, and return the norm before.
 
@@ -27,6 +33,8 @@ def clip_by_true_norm(
         max_norm: Largest norm.
         norm_type: Order of the norm.
         error_if_nonfinite: Whether a norm that is not finite is an error.
+        stages: The ranks that hold the other stages of the same model.
+        uncounted: Parameters whose gradient another stage has too, and counts; they are scaled like the others.
 
     Raises:
         RuntimeError: The norm is not finite and ``error_if_nonfinite`` is set.
@@ -35,10 +43,17 @@ def clip_by_true_norm(
     for parameter in parameters:
         if parameter.grad is not None:
             by_layout.setdefault(_layout(parameter.grad), []).append(parameter)
-    norms = [_norm([p.grad for p in group if p.grad is not None], *key, norm_type) for key, group in by_layout.items()]
-    if not norms:
+    elsewhere = {id(parameter) for parameter in uncounted}
+    norms = []
+    for key, group in by_layout.items():
+        counted = [p.grad for p in group if p.grad is not None and id(p) not in elsewhere]
+        if counted:
+            norms.append(_norm(counted, *key, norm_type))
+    if not norms and stages is None:
         return torch.tensor(0.0)
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+    if stages is not None:
+        total = _over_stages(total, stages, norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"The gradient norm is {total.item()}, so the step would write NaN into the weights; nothing was changed. "
@@ -46,6 +61,16 @@ def clip_by_true_norm(
         )
     for group in by_layout.values():
         clip_grads_with_norm_(group, max_norm, total)
+    return total
+
+
+def _over_stages(norm: Tensor, stages: dist.ProcessGroup, norm_type: float) -> Tensor:
+    """The norm of all stages' gradients from that of each, on the device of the group."""
+    on_cuda = dist.get_backend(stages) == "nccl"
+    norm = norm.to(torch.device("cuda", torch.cuda.current_device()) if on_cuda else norm.device)
+    norms = [torch.empty_like(norm) for _ in range(stages.size())]
+    dist.all_gather(norms, norm, group=stages)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return total
 
 

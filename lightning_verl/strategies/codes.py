@@ -15,13 +15,14 @@ def check_codes(module: nn.Module, layout: RoleLayout) -> None:
     """Refuse a layout that would have to cut codes.
 
     Raises:
-        ValueError: The role has weights of 4 bits, and a tensor or an expert axis.
+        ValueError: The role has weights of 4 bits, and a tensor, a pipeline or an expert axis.
     """
-    if layout.tensor * layout.expert > 1 and quantized_parameters(module):
+    if layout.tensor * layout.pipeline * layout.expert > 1 and quantized_parameters(module):
         raise ValueError(
-            f"{type(module).__name__} has weights of 4 bits, which no axis cuts, but its layout has tp x ep = "
-            f"{layout.tensor} x {layout.expert}. Give the {layout.role} tp=1 and ep=1 in parallelism_config (its codes "
-            "are then whole on every rank, adapters are sharded), or leave quantization out."
+            f"{type(module).__name__} has weights of 4 bits, which no axis cuts, but its layout has tp x pp x ep = "
+            f"{layout.tensor} x {layout.pipeline} x {layout.expert}. Give the {layout.role} tp=1, pp=1 and ep=1 in "
+            "parallelism_config (its codes are then whole on every rank, adapters are sharded), or leave quantization "
+            "out."
         )
 
 

@@ -194,10 +194,11 @@ def misplacement_text(note: Note, layout: RoleLayout, device: str, error: BaseEx
     """Say which role's layout does not match its tensors, and the fix."""
     return (
         f"{note}: the layout does not match the mesh: a tensor lies on another device, or is not cut like the weights. "
-        f"The {layout.role} lies on ranks {list(layout.ranks)} as replicas x shards x expert x tensor = "
-        f"{layout.replicas} x {layout.shards} x {layout.expert} x {layout.tensor}, on {device}. Set the role up with "
-        "dataflow.setup(fabric) or fabric.setup_module(role), call the role and not the model inside it, move your own "
-        f"tensors with .to(fabric.device), and check parallelism_config[{layout.role!r}]. torch says: {error}"
+        f"The {layout.role} lies on ranks {list(layout.ranks)} as replicas x stages x shards x expert x tensor = "
+        f"{layout.replicas} x {layout.pipeline} x {layout.shards} x {layout.expert} x {layout.tensor}, on {device}. "
+        "Set the role up with dataflow.setup(fabric) or fabric.setup_module(role), call the role and not the model "
+        f"inside it, move your own tensors with .to(fabric.device), and check parallelism_config[{layout.role!r}]. "
+        f"torch says: {error}"
     )
 
 

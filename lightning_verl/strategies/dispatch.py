@@ -127,7 +127,7 @@ class RowExchange:
             rank: [RowSize(*row) for row in padded[place, : counts[place]].tolist()]
             for place, rank in enumerate(dist.get_process_group_ranks(group))
         }
-        return [of_rank[rank] for rank in layout.ranks[:: layout.tensor]]
+        return [of_rank[rank] for rank in layout.speakers]
 
     def _move(self, rows: TBatch, held: Placement, wanted: Placement, group: dist.ProcessGroup) -> TBatch:
         """Exchange rows between ranks; each gets its rows in the order in which it wants them."""
@@ -170,19 +170,20 @@ def exchange_objects(outgoing: Mapping[int, Any], group: dist.ProcessGroup) -> d
     return {rank: pickle.loads(part.numpy()) for rank, part in zip(ranks, parts, strict=True) if len(part)}  # noqa: S301
 
 
-def share_from_first_tensor_rank(result: T | None, strategy: HybridStrategy, role: str) -> T:
-    """Give every tensor rank of a data coordinate what its first one computed (a collective call of the tensor axis).
+def share_from_speaker(result: T | None, strategy: HybridStrategy, role: str) -> T:
+    """Give every rank of a data coordinate what the one that speaks computed (a collective call of the role's ranks).
 
     Args:
-        result: What was computed; only the first rank's matters.
+        result: What was computed; only that of the rank that speaks matters.
         strategy: Knows the layouts.
-        role: The role whose tensor axis is meant; this rank has a part of it.
+        role: The role whose tensor and pipeline axes are meant; this rank has a part of it.
     """
-    group = strategy.group(role, "tensor")
     box = [result]
-    if group is not None and group.size() > 1:
-        first = dist.get_process_group_ranks(group)[0]
-        dist.broadcast_object_list(box, src=first, group=group, device=strategy.root_device)
+    for operation, place in (("tensor", 0), ("pipeline", -1)):
+        group = strategy.group(role, operation)
+        if group is not None and group.size() > 1:
+            source = dist.get_process_group_ranks(group)[place]
+            dist.broadcast_object_list(box, src=source, group=group, device=strategy.root_device)
     return box[0]  # type: ignore[return-value]
 
 

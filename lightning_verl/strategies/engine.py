@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_verl.models.quantize import expanded, is_quantized, whole_shape
+from lightning_verl.models.quantize import expanded, is_quantized
 from lightning_verl.parallel.expert import check_experts, dispatch_experts, expert_modules
 from lightning_verl.parallel.rollout import RolloutCut, cut_forwards, rollout_cuts
 from lightning_verl.parallel.tensor import check_tensor_parallel
 from lightning_verl.resharding.buckets import Move
 from lightning_verl.resharding.executor import Resharder, ReshardReport
-from lightning_verl.resharding.layouts import layout_of, local_part
+from lightning_verl.resharding.layouts import local_part
 from lightning_verl.resharding.planner import Cut, TensorLayout, plan_tensor
 from lightning_verl.resharding.sinks import RolloutModule, merge, plain_name
 from lightning_verl.strategies.layout import EXPERT_CUTS
+from lightning_verl.strategies.sources import Source, join_stages, source_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -158,13 +159,13 @@ class HybridEngine:
         adapted = {adapter.weight for adapter in adapters}
         dtype = self._strategy.hybrid_precision.compute_dtype
         moves = {}
-        for name, parameter in self._sources.items():
+        for name, source in self._all_sources().items():
             if name in wanted:
-                plan = plan_tensor(whole_shape(parameter), self._source(parameter), wanted[name])
-                in_codes = is_quantized(parameter)  # expanded for the rollout alone, in the dtype that it wants
-                cast = dtype if name in self._view.shapes else parameter.dtype
-                is_cast = not in_codes and cast != parameter.dtype
-                moves[name] = Move(plan, cast, is_cast=is_cast, may_alias=in_codes or name not in adapted)
+                plan = plan_tensor(source.shape, source.layout, wanted[name])
+                cast = dtype if name in self._view.shapes else source.dtype
+                # Codes are expanded for the rollout alone, in the dtype that it wants.
+                is_cast = not source.in_codes and cast != source.dtype
+                moves[name] = Move(plan, cast, is_cast=is_cast, may_alias=source.in_codes or name not in adapted)
         return Resharder(moves, self._strategy.group("actor", "reshard"), self._bucket_bytes)
 
     def _held(self, parameter: Tensor) -> Tensor:
@@ -173,11 +174,12 @@ class HybridEngine:
             return expanded(parameter, self._strategy.hybrid_precision.compute_dtype)
         return local_part(parameter).to(self._strategy.root_device)
 
-    def _source(self, parameter: Tensor) -> TensorLayout:
+    def _all_sources(self) -> dict[str, Source]:
+        """How all parameters lie, also those of stages that are not here (a collective call of the stages)."""
         layout = self._strategy.layout("actor")
-        whole, experts = layout.grid(), layout.grid(experts=True)
-        grids = {"": whole, **dict.fromkeys(whole.axes, whole), **dict.fromkeys(experts.axes, experts)}
-        return layout_of(parameter, "actor", grids)
+        stage = layout.stage(self._strategy.global_rank)
+        own = {name: source_of(parameter, layout, (stage,)) for name, parameter in self._sources.items()}
+        return own if layout.pipeline == 1 else join_stages(own, layout, self._strategy.group("actor", "pipeline"))
 
     def _target(self, cut: RolloutCut | None) -> TensorLayout:
         return TensorLayout(self._rollout.grid(), () if cut is None else (Cut("tensor", cut.dim),))

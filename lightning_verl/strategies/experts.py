@@ -10,7 +10,7 @@ from lightning_verl.strategies.groups import GroupRegistry
 from lightning_verl.strategies.layout import RoleLayout
 
 
-def expert_axes(layout: RoleLayout, mesh: TorchDeviceMesh, groups: GroupRegistry) -> ExpertAxes | None:
+def expert_axes(layout: RoleLayout, stage: int, mesh: TorchDeviceMesh, groups: GroupRegistry) -> ExpertAxes | None:
     """The axes that experts of a role are cut over, None where they stay whole (a collective call on first use).
 
     With an expert axis they lie on a mesh of their own over the same ranks, with the axes ``<role>_expert_replicate``,
@@ -18,6 +18,7 @@ def expert_axes(layout: RoleLayout, mesh: TorchDeviceMesh, groups: GroupRegistry
 
     Args:
         layout: The role's layout.
+        stage: This rank's stage of it.
         mesh: The role's mesh, see ``HybridStrategy.role_mesh``.
         groups: Where groups come from; this rank has a part of the role.
     """
@@ -33,7 +34,7 @@ def expert_axes(layout: RoleLayout, mesh: TorchDeviceMesh, groups: GroupRegistry
     axes = TorchDeviceMesh.from_group(
         [group for name in operations if (group := groups.get(layout, name)) is not None],
         mesh.device_type,
-        mesh=torch.tensor(layout.ranks).view(layout.replicas, layout.shards, layout.expert, layout.tensor),
+        mesh=torch.tensor(layout.stage_ranks(stage)).view(layout.replicas, layout.shards, layout.expert, layout.tensor),
         mesh_dim_names=names,
     )
     return ExpertAxes(

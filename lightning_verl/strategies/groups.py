@@ -24,6 +24,8 @@ OPERATIONS = {
     "expert": "expert",
     "expert_gather": "expert_shard",
     "expert_reduce": "expert_shard",
+    "pipeline": "pipeline",
+    "ends": "ends",
     "reshard": "all",
 }
 """What a role communicates, and along which axis of its grid.
@@ -32,19 +34,23 @@ OPERATIONS = {
 all-reduce over whole copies. ``tensor``: the reductions inside cut matrices. ``scores``: loss normalisers, statistics
 and scores. ``reshard``: the actor's weights on their way from its update layout to its rollout layout. ``expert``:
 tokens to and from experts. ``expert_gather`` and ``expert_reduce``: what ``gather`` and ``reduce`` are, for experts.
+``pipeline``: hidden states and their gradients between stages, results from the last stage to the others. ``ends``: the
+gradient of an embedding that the head of the last stage is tied to.
 """
 
 
-def operations_of(role: str, experts: bool = True) -> dict[str, str]:
+def operations_of(role: str, layout: RoleLayout | None = None) -> dict[str, str]:
     """The operations that a role has, and their axes: only the actor is ever resharded.
 
     Args:
         role: The role.
-        experts: Whether it has an expert axis.
+        layout: Leaves out those of axes that this layout does not have; None: all of them.
     """
     unused = {"" if role == "actor" else "reshard"}
-    if not experts:
+    if layout is not None and layout.expert == 1:
         unused |= {"expert", "expert_gather", "expert_reduce"}
+    if layout is not None and layout.pipeline == 1:
+        unused |= {"pipeline", "ends"}
     return {operation: axis for operation, axis in OPERATIONS.items() if operation not in unused}
 
 

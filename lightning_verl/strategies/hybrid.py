@@ -26,21 +26,24 @@ from lightning_verl.parallel.expert import ExpertAxes, check_experts, cut_expert
 from lightning_verl.parallel.fsdp import apply_fsdp, reshard
 from lightning_verl.parallel.layers import prepare_layers
 from lightning_verl.parallel.tensor import apply_tensor_parallel, models_to_cut
+from lightning_verl.pipeline.order import PipelineSchedule
+from lightning_verl.pipeline.stages import StagedRole
 from lightning_verl.resharding.buckets import BUCKET_BYTES
 from lightning_verl.resharding.executor import ReshardReport
 from lightning_verl.resharding.layouts import mesh_of
 from lightning_verl.strategies import checkpoint
 from lightning_verl.strategies.clipping import clip_by_true_norm
-from lightning_verl.strategies.codes import all_scales, check_codes, expand_to, to_meta
-from lightning_verl.strategies.experts import expert_axes
+from lightning_verl.strategies.codes import check_codes, expand_to, to_meta
 from lightning_verl.strategies.gradient_sync import SyncControl
 from lightning_verl.strategies.groups import DEFAULT_TIMEOUT, GroupRegistry, leave_groups_at_exit, operations_of
 from lightning_verl.strategies.hosted import check_hosted, host_policy, warn_of_link
 from lightning_verl.strategies.layout import ROLES, RoleLayout, check_config, check_names, is_trainable, resolve_layouts
 from lightning_verl.strategies.mesh import DeviceMesh
+from lightning_verl.strategies.meshes import make_role_mesh
 from lightning_verl.strategies.offload import OffloadReport
 from lightning_verl.strategies.precision import HybridPrecision
 from lightning_verl.strategies.rollouts import Rollouts
+from lightning_verl.strategies.staging import Staging, move_buffers
 from lightning_verl.strategies.watchdog import NCCLMonitor, PhaseBoard
 
 
@@ -52,17 +55,17 @@ class HybridStrategy(ModelParallelStrategy):
     Args:
         mesh_shape: Ranks of the axes (data, tensor, pipeline, expert), or a ``DeviceMesh``. None: data = world.
         parallelism_config: Sizes of single roles, such as ``{"actor": {"dp": 2, "tp": 2}}``; keys ``dp`` (shards),
-            ``tp``, ``ep`` (divides experts), ``replicate`` (fill the mesh with copies), ``ranks`` (world ranks outside
-            of the mesh that are the role's own; not for the actor). A role that is left out takes the mesh's numbers.
+            ``tp``, ``pp`` (divides layers), ``ep`` (divides experts), ``replicate`` (fill the mesh with copies),
+            ``ranks`` (world ranks outside of the mesh that are the role's own; not for the actor). A role that is left
+            out takes the mesh's numbers.
         hybrid_engine_config: ``rollout_tp``, the ranks that cut the actor while it generates (None: the actor's
             ``tp``); ``update_dp``, which must agree with the actor's entry; ``offload_to_cpu``, to keep optimizer
             states and gradients in host memory during rollouts.
         enable_3d_hybrid: Whether the actor generates in a layout of its own, with its weights resharded for the
             rollout. False gathers them in the update layout instead.
-        reshard_bucket_bytes: Most bytes of one bucket of a resharding that go through buffers on a rank; two are in
-            flight.
-        activation_checkpointing: ``"selective"``, ``"full"``, a list of module-name suffixes or None; a role's own
-            wins.
+        pipeline_schedule: The order of micro-batches in a pipeline: ``"1f1b"``, ``"interleaved"`` or ``"gpipe"``.
+        reshard_bucket_bytes: Most bytes of a resharding's bucket in buffers on a rank; two are in flight.
+        activation_checkpointing: ``"selective"``, ``"full"``, module-name suffixes or None; a role's own wins.
         activation_offload: Hold what decoder layers keep for their backward pass in host memory until then.
         compile_layers: Whether decoder layers run compiled while they train and score; None: on CUDA.
         defer_gradient_sync: Over an accumulated mini-batch, reduce gradients once at its end instead of in every
@@ -84,6 +87,7 @@ class HybridStrategy(ModelParallelStrategy):
         hybrid_engine_config: Mapping[str, Any] | None = None,
         *,
         enable_3d_hybrid: bool = True,
+        pipeline_schedule: PipelineSchedule = "1f1b",
         reshard_bucket_bytes: int = BUCKET_BYTES,
         activation_checkpointing: ActivationCheckpointing = None,
         activation_offload: bool = False,
@@ -114,6 +118,8 @@ class HybridStrategy(ModelParallelStrategy):
         self._groups = GroupRegistry(timeout, process_group_backend)
         self._meshes: dict[str, TorchDeviceMesh] = {}
         self._expert_axes: dict[str, ExpertAxes | None] = {}
+        self.pipeline_schedule: PipelineSchedule = pipeline_schedule
+        self._staging = Staging(self)
         self._roles: dict[str, nn.Module] = {}
         self._rollouts = Rollouts(self, offload=bool(self._engine_config.get("offload_to_cpu")))
         self._role_of_parameter: dict[int, str] = {}
@@ -163,10 +169,9 @@ class HybridStrategy(ModelParallelStrategy):
         leave_groups_at_exit()
 
     def _resolve(self, world_size: int) -> None:
-        host = (
-            int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or self.num_processes
-        )  # torchrun says; else Fabric started them
+        host = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or self.num_processes  # torchrun says, or Fabric started them
         self._layouts = resolve_layouts(world_size, self.mesh, self._config, self._engine_config, host)
+        self._staging.check(self._layouts)
 
     @property
     @override
@@ -258,14 +263,9 @@ class HybridStrategy(ModelParallelStrategy):
         if role not in self._meshes:
             layout = self.layout(role)
             layout.data_rank(self.global_rank)  # an error where the rank has no part of the role
-            operations = ("replicate", "gather", "tensor")
-            groups = [group for name in operations if (group := self._groups.get(layout, name)) is not None]
-            grid = torch.tensor(layout.ranks).view(layout.replicas, layout.shards * layout.expert, layout.tensor)
-            names = tuple(f"{role}_{axis}" for axis in ("replicate", "shard", "tensor"))
-            self._meshes[role] = TorchDeviceMesh.from_group(
-                groups, self.root_device.type, mesh=grid, mesh_dim_names=names
+            self._meshes[role], self._expert_axes[role] = make_role_mesh(
+                layout, layout.stage(self.global_rank), self._groups, self.root_device.type
             )
-            self._expert_axes[role] = expert_axes(layout, self._meshes[role], self._groups)
         return self._meshes[role]
 
     @property
@@ -273,6 +273,10 @@ class HybridStrategy(ModelParallelStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         layout = self.layout("actor")
         return {"num_replicas": layout.data_size, "rank": layout.data_rank(self.global_rank)}
+
+    @override
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+        return self._staging.building(super().module_init_context(empty_init))
 
     # ---- set-up of roles ---------------------------------------------------------------------------------------------
 
@@ -307,11 +311,10 @@ class HybridStrategy(ModelParallelStrategy):
         if not is_trainable(module, role):
             module.requires_grad_(False)
         if dist.is_initialized():
-            divided = self.layout(role).expert > 1
-            for operation in operations_of(role, experts=divided):  # now, while all ranks are here
+            for operation in operations_of(role, self.layout(role)):  # now, while all ranks are here
                 self.group(role, operation)
             if role == "actor":
-                for operation in ("tensor", "expert") if divided else ("tensor",):
+                for operation in ("tensor", "expert") if self.layout(role).expert > 1 else ("tensor",):
                     self.group("rollout", operation)
         if not self.layout(role).holds(self.global_rank):
             to_meta(module)  # known here by name and shape, without memory
@@ -330,16 +333,22 @@ class HybridStrategy(ModelParallelStrategy):
         check_codes(module, layout)
         self.hybrid_precision.convert_module(module)
         expand_to(module, self.hybrid_precision.compute_dtype)
-        module.to(self.root_device)
+        if layout.pipeline == 1:
+            module.to(self.root_device)
+        else:
+            move_buffers(module, self.root_device)
         if role == "actor" and self.enable_3d_hybrid:
             self._rollouts.prepare(module)
+        if layout.pipeline > 1:
+            self._staging.cut(module, role)
+            module.to(self.root_device)
         compiles = self.root_device.type == "cuda" if self.compile_layers is None else self.compile_layers
         mode = getattr(module, "activation_checkpointing", None) or self.activation_checkpointing
         if not dist.is_initialized():
             prepare_layers(module, mode, compiles, self.activation_offload)
             return
         mesh, reduce = self.role_mesh(role), self._groups.get(layout, "reduce")
-        self._copy_from_first_rank(module, role)
+        self._staging.copy_weights(module, role)
         for model in models:
             apply_tensor_parallel(model, mesh[f"{role}_tensor"])
         cut_experts(module, self._expert_axes[role])
@@ -353,14 +362,6 @@ class HybridStrategy(ModelParallelStrategy):
             apply_fsdp(module, mesh[axes], policy, reduce, dims, self._host_policy)
             if self._host_policy is not None and self.global_rank == layout.ranks[0]:
                 warn_of_link(module, role)
-
-    def _copy_from_first_rank(self, module: nn.Module, role: str) -> None:
-        """Make every rank of the role start from the same weights, also where they were drawn at random on each."""
-        for operation in ("scores", "tensor"):  # along the data axis, then along the tensor axis
-            group = self.group(role, operation)
-            if group is not None and group.size() > 1:
-                for tensor in [*module.parameters(), *module.buffers(), *all_scales(module)]:
-                    dist.broadcast(tensor.detach(), group=group, group_src=0)
 
     @override
     def setup_module_and_optimizers(
@@ -400,6 +401,10 @@ class HybridStrategy(ModelParallelStrategy):
             )
         return role
 
+    def staged(self, role: str) -> StagedRole | None:
+        """The stages of a role that this rank holds; None where its layers are not divided."""
+        return self._staging.of(role)
+
     # ---- training ----------------------------------------------------------------------------------------------------
 
     @override
@@ -420,7 +425,10 @@ class HybridStrategy(ModelParallelStrategy):
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return clip_by_true_norm(parameters, float(max_norm), float(norm_type), error_if_nonfinite)
+        stages, uncounted = self._staging.counted_once(self.role_of_optimizer(optimizer))
+        return clip_by_true_norm(
+            parameters, float(max_norm), float(norm_type), error_if_nonfinite, stages=stages, uncounted=uncounted
+        )
 
     # ---- rollout and update ------------------------------------------------------------------------------------------
 

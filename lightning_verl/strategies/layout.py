@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from lightning_verl.resharding.planner import Cut, Grid
@@ -19,10 +20,10 @@ _ENGINE_KEYS = ("rollout_tp", "update_dp", "offload_to_cpu")
 
 @dataclass(frozen=True)
 class RoleLayout:
-    """How one role lies on the ranks: a grid of replicas x shards x expert ranks x tensor ranks.
+    """How one role lies on the ranks: a grid of replicas x pipeline stages x shards x expert ranks x tensor ranks.
 
-    Each coordinate of the first three axes holds rows of its own. Parameters outside of experts do not know the expert
-    axis: FSDP2 cuts them over shards x expert ranks.
+    Each coordinate of replicas, shards and expert ranks holds rows of its own; its pipeline and tensor ranks share
+    them. Parameters outside of experts do not know the expert axis: FSDP2 cuts them over shards x expert ranks.
     """
 
     role: str
@@ -30,26 +31,45 @@ class RoleLayout:
     replicas: int
     """Whole copies of the role; gradients are averaged over them."""
     shards: int
-    """Parts that FSDP2 cuts each copy into, on each expert rank."""
+    """Parts that FSDP2 cuts each stage of a copy into, on each expert rank."""
     tensor: int
     """Ranks that cut the matrices of one shard, and share its rows."""
     ranks: tuple[int, ...]
     """World ranks in the order of the grid, the tensor axis fastest."""
     expert: int = 1
     """Ranks that the experts of a mixture are divided over."""
+    pipeline: int = 1
+    """Stages that the layers of a copy are divided into."""
 
     @property
     def data_size(self) -> int:
         """Data ranks: coordinates that hold rows of their own."""
         return self.replicas * self.shards * self.expert
 
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one stage of one copy."""
+        return self.shards * self.expert * self.tensor
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {rank: place for place, rank in enumerate(self.ranks)}
+
+    @cached_property
+    def speakers(self) -> tuple[int, ...]:
+        """The rank of each data coordinate whose rows count: of its last stage, which has outputs and losses, the first
+        of the tensor axis.
+        """
+        found = {self.data_rank(rank): rank for rank in self.ranks if self.speaks(rank)}
+        return tuple(found[coordinate] for coordinate in range(self.data_size))
+
     def holds(self, rank: int) -> bool:
         """Whether a world rank has a part of the role."""
-        return rank in self.ranks
+        return rank in self._places
 
     def speaks(self, rank: int) -> bool:
-        """Whether a world rank's rows count: it is the first of the tensor ranks that hold them."""
-        return self.holds(rank) and self.tensor_rank(rank) == 0
+        """Whether a world rank's rows count, see ``speakers``."""
+        return self.holds(rank) and self.tensor_rank(rank) == 0 and self.stage(rank) == self.pipeline - 1
 
     def apart_from(self, other: RoleLayout) -> bool:
         """Whether no rank has a part of both roles."""
@@ -57,15 +77,29 @@ class RoleLayout:
 
     def lies_like(self, other: RoleLayout) -> bool:
         """Whether every rank holds the same rows in both roles."""
-        return (self.ranks, self.tensor) == (other.ranks, other.tensor)
+        return self._rows == other._rows
+
+    @property
+    def _rows(self) -> tuple[Any, ...]:
+        """What decides who holds which rows: without stages, replicas and shards are one data axis."""
+        return self.ranks, self.tensor, self.pipeline, self.replicas if self.pipeline > 1 else 1
 
     def data_rank(self, rank: int) -> int:
         """The data coordinate of a world rank; ValueError if it has no part of the role."""
-        return self._place(rank) // self.tensor
+        copy, place = divmod(self._place(rank), self.pipeline * self.stage_size)
+        return (copy * self.stage_size + place % self.stage_size) // self.tensor
 
     def tensor_rank(self, rank: int) -> int:
         """The tensor coordinate of a world rank; ValueError if it has no part of the role."""
         return self._place(rank) % self.tensor
+
+    def stage(self, rank: int) -> int:
+        """The pipeline coordinate of a world rank; ValueError if it has no part of the role."""
+        return self._place(rank) // self.stage_size % self.pipeline
+
+    def stage_ranks(self, stage: int) -> tuple[int, ...]:
+        """The world ranks of a stage, in the order of replicas x shards x expert ranks x tensor ranks."""
+        return tuple(rank for rank in self.ranks if self.stage(rank) == stage)
 
     def _place(self, rank: int) -> int:
         if not self.holds(rank):
@@ -73,12 +107,11 @@ class RoleLayout:
                 f"Rank {rank} has no part of the {self.role}, which lies on ranks {list(self.ranks)}; ask "
                 f"strategy.layout({self.role!r}).holds(rank) first."
             )
-        return self.ranks.index(rank)
+        return self._places[rank]
 
     def coordinates(self, rank: int) -> tuple[int, int, int, int]:
-        """Where a world rank is: replica, shard, expert and tensor coordinate."""
-        position = self.ranks.index(rank)
-        data, tensor = divmod(position, self.tensor)
+        """Where a world rank is in its stage: replica, shard, expert and tensor coordinate."""
+        data, tensor = self.data_rank(rank), self.tensor_rank(rank)
         data, expert = divmod(data, self.expert)
         replica, shard = divmod(data, self.shards)
         return replica, shard, expert, tensor
@@ -88,36 +121,47 @@ class RoleLayout:
 
         Args:
             axis: ``"replicate"``; ``"shard"`` (shards and expert ranks, over which FSDP2 cuts what is no expert);
-                ``"expert_shard"`` (over which it cuts the experts); ``"expert"``; ``"tensor"``; ``"data"`` (all but
-                tensor); or ``"all"`` (one line of all ranks).
+                ``"expert_shard"`` (over which it cuts the experts); ``"expert"``; ``"tensor"``; ``"data"`` (the data
+                ranks of one stage and tensor coordinate); ``"pipeline"``; ``"ends"`` (first and last stage; no lines
+                without stages); or ``"all"`` (one line of all ranks).
         """
-        inner = self.expert * self.tensor
-        strides = {
-            "all": (len(self.ranks), 1),
-            "tensor": (self.tensor, 1),
-            "expert": (self.expert, self.tensor),
-            "expert_shard": (self.shards, inner),
-            "shard": (self.shards * self.expert, self.tensor),
-            "replicate": (self.replicas, self.shards * inner),
-            "data": (self.data_size, self.tensor),
-        }
-        size, stride = strides[axis]
-        starts = [i for i in range(len(self.ranks)) if (i // stride) % size == 0]
-        return [[self.ranks[start + step * stride] for step in range(size)] for start in starts]
+        if axis == "ends":
+            return [[line[0], line[-1]] for line in self.lines("pipeline") if len(line) > 1]
+        copy, inner = self.pipeline * self.stage_size, self.expert * self.tensor
+        steps = {
+            "all": [(len(self.ranks), 1)],
+            "tensor": [(self.tensor, 1)],
+            "expert": [(self.expert, self.tensor)],
+            "expert_shard": [(self.shards, inner)],
+            "shard": [(self.shards * self.expert, self.tensor)],
+            "pipeline": [(self.pipeline, self.stage_size)],
+            "replicate": [(self.replicas, copy)],
+            "data": [(self.replicas, copy), (self.shards * self.expert, self.tensor)],
+        }[axis]
+        offsets = [0]
+        for size, stride in steps:
+            offsets = [offset + step * stride for offset in offsets for step in range(size)]
+        starts = [i for i in range(len(self.ranks)) if all((i // stride) % size == 0 for size, stride in steps)]
+        return [[self.ranks[start + offset] for offset in offsets] for start in starts]
 
-    def grid(self, *, experts: bool = False) -> Grid:
+    def grid(self, *, experts: bool = False, stages: tuple[int, ...] | None = None) -> Grid:
         """The ranks as a grid for the resharding planner.
 
         Args:
             experts: With the axes of expert weights, ``expert_replicate, expert_shard, expert, expert_tensor``; else
                 those of all other tensors, ``replicate, shard, tensor``.
+            stages: The stages that have the tensor; several hold it alike, on an axis ``stage``. None: all.
         """
+        stages = tuple(range(self.pipeline)) if stages is None else stages
+        ranks = tuple(rank for stage in stages for rank in self.stage_ranks(stage))
+        axes: tuple[str, ...] = ("replicate", "shard", "tensor")
+        shape: tuple[int, ...] = (self.replicas, self.shards * self.expert, self.tensor)
         if experts:
             axes = ("expert_replicate", "expert_shard", "expert", "expert_tensor")
-            return Grid(axes, (self.replicas, self.shards, self.expert, self.tensor), self.ranks)
-        return Grid(
-            ("replicate", "shard", "tensor"), (self.replicas, self.shards * self.expert, self.tensor), self.ranks
-        )
+            shape = (self.replicas, self.shards, self.expert, self.tensor)
+        if len(stages) > 1:
+            axes, shape = ("stage", *axes), (len(stages), *shape)
+        return Grid(axes, shape, ranks)
 
 
 def is_trainable(module: object, role: str) -> bool:
@@ -163,8 +207,6 @@ def check_config(
         check_names(owner, entry, _ENTRY_KEYS, "key")
         for key in ("dp", "tp", "pp", "ep"):
             _check_size(owner, key, entry.get(key, 1))
-        if entry.get("pp", 1) > 1:
-            raise ValueError(f"{owner} got pp={entry['pp']}; pipeline > 1 is not supported yet, set it to 1.")
         if "ranks" in entry:
             _check_ranks(owner, role, entry["ranks"])
     owner = "HybridStrategy(hybrid_engine_config)"
@@ -216,8 +258,9 @@ def resolve_layouts(
     """Derive the layout of every role, and of the actor while it generates (``"rollout"``).
 
     Ranks that a role claims with ``ranks`` lie outside the mesh. What remains is k whole meshes, which replicate the
-    mesh k times along data. A role that is left out takes the mesh's own numbers. ``dp x tp x ep`` of a role equals
-    the ranks of one mesh; with ``replicate=True`` it may be a divisor of them, and copies of the role fill the mesh.
+    mesh k times along data. A role that is left out takes the mesh's own numbers. ``dp x tp x pp x ep`` of a role
+    equals the ranks of one mesh; with ``replicate=True`` it may be a divisor of them, and copies of the role fill the
+    mesh.
     ``{"dp": 1}`` is one whole copy on each rank.
 
     Args:
@@ -258,22 +301,23 @@ def resolve_layouts(
 
 
 def _layout(role: str, mesh: DeviceMesh, ranks: tuple[int, ...], entry: Mapping[str, Any] | None) -> RoleLayout:
-    entry = entry or {axis: mesh.axis(name) for axis, name in (("dp", "data"), ("tp", "tensor"), ("ep", "expert"))}
+    names = (("dp", "data"), ("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"))
+    entry = entry or {axis: mesh.axis(name) for axis, name in names}
     own = entry.get("ranks")
     ranks = tuple(own) if own else ranks
     size = len(ranks) if own else mesh.size
-    tensor, expert = entry.get("tp", 1), entry.get("ep", 1)
-    shards = entry.get("dp", max(size // (tensor * expert), 1))
-    part = shards * tensor * expert
+    tensor, pipeline, expert = entry.get("tp", 1), entry.get("pp", 1), entry.get("ep", 1)
+    shards = entry.get("dp", max(size // (tensor * pipeline * expert), 1))
+    part = shards * tensor * pipeline * expert
     filled = bool(entry.get("replicate")) or (part == 1 and not own)
     if size % part if filled else size != part:
         there = f"its ranks {list(ranks)}, {size}" if own else f"the mesh's ranks, {mesh.equation()}"
         raise ValueError(
-            f"HybridStrategy(parallelism_config[{role!r}]): dp x tp x ep = {shards} x {tensor} x {expert} = {part} "
-            f"does not equal {there}. Make dp x tp x ep = {size}, or set replicate=True with a dp x tp x ep that "
-            f"divides {size}."
+            f"HybridStrategy(parallelism_config[{role!r}]): dp x tp x pp x ep = {shards} x {tensor} x {pipeline} x "
+            f"{expert} = {part} does not equal {there}. Make dp x tp x pp x ep = {size}, or set replicate=True with a "
+            f"dp x tp x pp x ep that divides {size}."
         )
-    return RoleLayout(role, len(ranks) // part, shards, tensor, ranks, expert)
+    return RoleLayout(role, len(ranks) // part, shards, tensor, ranks, expert, pipeline)
 
 
 def rollout_layout(actor: RoleLayout, tensor: int, host_ranks: int | None = None) -> RoleLayout:

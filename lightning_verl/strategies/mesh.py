@@ -5,7 +5,8 @@ axis         who uses it
 ===========  ==========================================================================
 data         every role: each coordinate holds its own rows; FSDP2 cuts parameters over it
 tensor       every model role: the ranks of one coordinate share rows and cut matrices
-pipeline     layers in stages (not supported yet)
+pipeline     every model role: the ranks of one coordinate of the others share rows and
+             hold consecutive layers
 expert       models with experts: the ranks of one coordinate of the others divide them
              and send each other tokens; each holds its own rows, as on the data axis
 ===========  ==========================================================================
@@ -25,8 +26,7 @@ class DeviceMesh:
     """A mesh before it exists: ranks an axis, in the order of ``AXES``. A plain tuple is accepted wherever one is.
 
     Raises:
-        ValueError: The shape has not one positive whole number for each of the four axes, the names are not ``AXES``,
-            or an axis that is not supported yet is larger than 1.
+        ValueError: The shape has not one positive whole number for each of the four axes, or other names are given.
     """
 
     mesh_shape: tuple[int, int, int, int]
@@ -45,12 +45,6 @@ class DeviceMesh:
             )
         if tuple(self.mesh_dim_names) != AXES:
             raise ValueError(f"DeviceMesh got mesh_dim_names={tuple(self.mesh_dim_names)}; the axes are {AXES}.")
-        pipeline = shape[AXES.index("pipeline")]
-        if pipeline > 1:
-            raise ValueError(
-                f"DeviceMesh got pipeline={pipeline} in mesh_shape={shape}; pipeline > 1 is not supported yet. Set it "
-                "to 1 and give the ranks to another axis."
-            )
         object.__setattr__(self, "mesh_shape", shape)
 
     @classmethod

@@ -20,7 +20,7 @@ class Placement:
     """Where the rows of a batch lie. They are numbered over all data ranks of the role that they come from."""
 
     layout: RoleLayout
-    """The role that holds them; its tensor ranks of one data coordinate hold the same rows."""
+    """The role that holds them; its tensor and pipeline ranks of one data coordinate hold the same rows."""
     shares: tuple[tuple[int, ...], ...]
     """The rows of each data coordinate, in the order in which they lie there."""
 
@@ -113,7 +113,7 @@ def outgoing(held: Placement, wanted: Placement, rank: int) -> dict[int, list[in
 
 
 def _sender(held: RoleLayout, coordinate: int, receiver: int) -> int:
-    """Who gives the rows of a data coordinate to a rank: itself where it has them, else the first tensor rank."""
+    """Who gives the rows of a data coordinate to a rank: itself where it has them, else the rank that speaks."""
     if held.holds(receiver) and held.data_rank(receiver) == coordinate:
         return receiver
-    return held.ranks[coordinate * held.tensor]
+    return held.speakers[coordinate]

@@ -50,7 +50,9 @@ def make_trainer(model: Any = None, world_size: int = 1, epochs: int = 1) -> Any
     flow = SimpleNamespace(
         metrics=StepMetrics(torch.device("cpu")),
         modules={"actor": SimpleNamespace(model=model or tiny_model("llama"))},
-        strategy=SimpleNamespace(layout=lambda role: SimpleNamespace(speaks=lambda rank: True)),
+        strategy=SimpleNamespace(
+            layout=lambda role: SimpleNamespace(speaks=lambda rank: True), group=lambda role, operation: None
+        ),
     )
     fabric = SimpleNamespace(world_size=world_size, global_rank=0, device=torch.device("cpu"))
     return SimpleNamespace(fabric=fabric, dataflow=flow, epochs=epochs)
@@ -142,6 +144,20 @@ def test_frozen_matrices_below_an_adapter_have_no_gradient_of_their_own():
     assert cost == UpdateCost(trained=2 * (64 * 4 + 4 * 64), frozen=81_920, attention=128)
     # forward of 10 tokens: 2 x (1,024 + 81,920) x 10 + 2 x 128 x 100 = 1,684,480
     assert cost.flops(torch.tensor([10])).item() == 3 * 1_684_480 - 2 * 81_920 * 10
+
+
+def cost_in_stages(family: Any) -> UpdateCost | None:
+    strategy = HybridStrategy((1, 1, 2, 1))
+    fabric = Fabric(accelerator="cpu", strategy=strategy)
+    fabric.launch()
+    actor = Actor(tiny_model(family))
+    fabric.setup_module(actor)
+    return UpdateCost.of(actor.model, strategy.group("actor", "pipeline"))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe"])
+def test_the_matrices_of_all_stages_are_counted(family):
+    assert run_ranks(cost_in_stages, 2, family) == [UpdateCost.of(tiny_model(family))] * 2
 
 
 def test_packed_experts_get_no_mfu(clock):

@@ -132,7 +132,9 @@ def test_a_misplaced_tensor_names_role_layout_and_fix() -> None:
     layout = RoleLayout("critic", replicas=1, shards=2, tensor=2, ranks=(0, 1, 2, 3))
     text = misplacement_text(Note(4, "critic", "values"), layout, "cuda:0", RuntimeError("mixed"))
     assert text.startswith("critic 'values': the layout does not match the mesh")
-    assert "on ranks [0, 1, 2, 3] as replicas x shards x expert x tensor = 1 x 2 x 1 x 2, on cuda:0" in text
+    assert (
+        "on ranks [0, 1, 2, 3] as replicas x stages x shards x expert x tensor = 1 x 1 x 2 x 1 x 2, on cuda:0" in text
+    )
     assert "dataflow.setup(fabric)" in text
     assert "parallelism_config['critic']" in text
 

@@ -94,10 +94,11 @@ def test_a_world_that_does_not_fit_prints_the_whole_equation() -> None:
 
 def test_a_role_that_does_not_fit_prints_its_equation() -> None:
     with pytest.raises(
-        ValueError, match=r"'critic'.*dp x tp x ep = 2 x 1 x 1 = 2 does not equal.*2 x 2 x 1 x 1 = 4.*dp x tp x ep = 4"
+        ValueError,
+        match=r"'critic'.*dp x tp x pp x ep = 2 x 1 x 1 x 1 = 2 does not equal.*2 x 2 x 1 x 1 = 4.*pp x ep = 4",
     ):
         resolve(4, (2, 2, 1, 1), {"critic": {"dp": 2}})
-    with pytest.raises(ValueError, match=r"dp x tp x ep = 3 x 1 x 1 = 3.*divides 4"):
+    with pytest.raises(ValueError, match=r"dp x tp x pp x ep = 3 x 1 x 1 x 1 = 3.*divides 4"):
         resolve(4, (2, 2, 1, 1), {"critic": {"dp": 3, "replicate": True}})
 
 
@@ -122,7 +123,7 @@ def test_claimed_ranks_that_do_not_fit_say_so() -> None:
         resolve(4, None, {"reward": {"dp": 1, "ranks": [4]}})
     with pytest.raises(ValueError, match=r"4 = k x \(4 x 1 x 1 x 1 = 4\) \+ 1 has no whole k >= 1"):
         resolve(4, (4, 1, 1, 1), {"reward": {"dp": 1, "ranks": [3]}})
-    with pytest.raises(ValueError, match=r"dp x tp x ep = 1 x 1 x 1 = 1 does not equal its ranks \[2, 3\], 2"):
+    with pytest.raises(ValueError, match=r"dp x tp x pp x ep = 1 x 1 x 1 x 1 = 1 does not equal its ranks \[2, 3\], 2"):
         resolve(4, (2, 1, 1, 1), {"reward": {"dp": 1, "ranks": [2, 3]}})
 
 
@@ -147,8 +148,68 @@ def test_the_expert_axis_of_the_mesh_and_of_a_role() -> None:
         "reward": (1, 2, 4),
         "rollout": (1, 2, 2),
     }
-    with pytest.raises(ValueError, match=r"dp x tp x ep = 2 x 1 x 3 = 6 does not equal"):
+    with pytest.raises(ValueError, match=r"dp x tp x pp x ep = 2 x 1 x 1 x 3 = 6 does not equal"):
         resolve(4, None, {"actor": {"dp": 2, "ep": 3}})
+
+
+def test_lines_and_coordinates_of_a_grid_with_stages() -> None:
+    # replicas x stages x shards x tensor = 2 x 2 x 2 x 2: rank = 8 replica + 4 stage + 2 shard + tensor.
+    layout = RoleLayout("actor", 2, 2, 2, tuple(range(16)), pipeline=2)
+    assert layout.lines("pipeline")[:4] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert layout.lines("shard")[:4] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert layout.lines("replicate")[:2] == [[0, 8], [1, 9]]
+    assert layout.lines("data") == [[0, 2, 8, 10], [1, 3, 9, 11], [4, 6, 12, 14], [5, 7, 13, 15]]
+    # Stages share rows, so both have the same data ranks, and the first tensor rank of the last stage speaks for them.
+    assert [layout.data_rank(rank) for rank in range(16)] == [0, 0, 1, 1] * 2 + [2, 2, 3, 3] * 2
+    assert [layout.stage(rank) for rank in range(16)] == [0] * 4 + [1] * 4 + [0] * 4 + [1] * 4
+    assert layout.speakers == (4, 6, 12, 14)
+    assert layout.stage_ranks(1) == (4, 5, 6, 7, 12, 13, 14, 15)
+    assert layout.coordinates(14) == (1, 1, 0, 0)
+    assert layout.data_size == 4
+
+
+def test_the_ends_of_a_pipeline_are_its_first_and_last_stage() -> None:
+    assert RoleLayout("actor", 1, 2, 1, tuple(range(6)), pipeline=3).lines("ends") == [[0, 4], [1, 5]]
+    assert RoleLayout("actor", 1, 2, 1, (0, 1)).lines("ends") == []
+
+
+def test_grids_of_stages_hold_the_ranks_of_those_stages() -> None:
+    layout = RoleLayout("actor", 1, 2, 1, tuple(range(6)), pipeline=3)
+    assert layout.grid(stages=(1,)).ranks == (2, 3)
+    both = layout.grid(stages=(0, 2))
+    assert (both.axes, both.shape, both.ranks) == (
+        ("stage", "replicate", "shard", "tensor"),
+        (2, 1, 2, 1),
+        (0, 1, 4, 5),
+    )
+    assert layout.grid(experts=True, stages=(1,)).axes[0] == "expert_replicate"
+
+
+def test_rows_lie_alike_only_where_stages_do() -> None:
+    staged = RoleLayout("actor", 1, 2, 1, (0, 1, 2, 3), pipeline=2)
+    assert staged.lies_like(RoleLayout("critic", 1, 2, 1, (0, 1, 2, 3), pipeline=2))
+    # Two copies of one shard: rank 1 is then the second stage of the first copy.
+    assert not staged.lies_like(RoleLayout("critic", 2, 1, 1, (0, 1, 2, 3), pipeline=2))
+    assert not staged.lies_like(RoleLayout("critic", 1, 4, 1, (0, 1, 2, 3)))
+
+
+def test_the_pipeline_axis_of_the_mesh_and_of_a_role() -> None:
+    layouts = resolve(8, (2, 2, 2, 1), {"critic": {"dp": 4, "pp": 2}, "reward": {"dp": 1}})
+    sizes = {role: (layout.shards, layout.tensor, layout.pipeline) for role, layout in layouts.items()}
+    assert sizes == {
+        "actor": (2, 2, 2),
+        "critic": (4, 1, 2),
+        "reference": (2, 2, 2),
+        "reward": (1, 1, 1),
+        "rollout": (1, 2, 1),
+    }
+
+
+def test_the_rollout_of_a_pipeline_has_a_part_of_each_stage_on_every_rank() -> None:
+    # stages 2 x shards 2 -> tensor 2: shard s of both stages has chunk s of what the tensor axis cuts.
+    actor = RoleLayout("actor", 1, 2, 1, (0, 1, 2, 3), pipeline=2)
+    assert rollout_layout(actor, 2).lines("tensor") == [[0, 1], [2, 3]]
+    assert rollout_layout(actor, 1).data_size == 4
 
 
 def test_the_rollout_layout_keeps_ranks_where_their_shards_are() -> None:
@@ -188,10 +249,10 @@ def test_a_rollout_as_wide_as_the_update_moves_no_rows(expert: int) -> None:
 
 def test_expert_ranks_of_a_rollout_ascend() -> None:
     """Groups of the rollout are sorted, and tokens go to the expert rank that has the number in the group."""
-    for replicas, shards, tensor, rollout_tensor in product((1, 2), (1, 2, 4), (1, 2), (1, 2, 4)):
-        ranks = tuple(range(replicas * shards * tensor * 2))
+    for replicas, shards, tensor, rollout_tensor, stages in product((1, 2), (1, 2, 4), (1, 2), (1, 2, 4), (1, 2)):
+        ranks = tuple(range(replicas * shards * tensor * 2 * stages))
         if len(ranks) // 2 % rollout_tensor == 0:
-            rollout = rollout_layout(RoleLayout("actor", replicas, shards, tensor, ranks, 2), rollout_tensor)
+            rollout = rollout_layout(RoleLayout("actor", replicas, shards, tensor, ranks, 2, stages), rollout_tensor)
             for line in rollout.lines("expert"):
                 assert line == sorted(line)
 
@@ -214,7 +275,7 @@ def test_the_engine_agrees_with_the_actor() -> None:
         ({"acter": {}}, {}, r"unknown role 'acter'.*Did you mean 'actor'"),
         ({"actor": {"tpp": 2}}, {}, r"parallelism_config\['actor'\].*unknown key 'tpp'.*Did you mean 'tp'"),
         ({"actor": {"dp": 0}}, {}, r"dp=0; it takes a whole number of at least 1"),
-        ({"actor": {"pp": 2}}, {}, r"pp=2; pipeline > 1 is not supported yet"),
+        ({"actor": {"pp": 0}}, {}, r"pp=0; it takes a whole number of at least 1"),
         ({"actor": {"ep": 0}}, {}, r"ep=0; it takes a whole number of at least 1"),
         ({"actor": {"ranks": [3]}}, {}, r"ranks=\[3\], but the actor lies on the mesh.*leave its ranks out"),
         ({"reward": {"ranks": []}}, {}, r"\['reward'\]\) got ranks=\[\]; it takes a list of one or more different"),

@@ -30,7 +30,7 @@ def test_other_names_are_refused() -> None:
         DeviceMesh((1, 1, 1, 1), mesh_dim_names=("dp", "tp", "pp", "ep"))
 
 
-def test_an_axis_to_come_says_so() -> None:
-    assert DeviceMesh((1, 1, 1, 4)).axis("expert") == 4
-    with pytest.raises(ValueError, match=r"pipeline=2 in mesh_shape=\(1, 1, 2, 1\); pipeline > 1 is not supported yet"):
-        DeviceMesh((1, 1, 2, 1))
+def test_every_axis_may_be_larger_than_one() -> None:
+    mesh = DeviceMesh((2, 3, 4, 5))
+    assert [mesh.axis(name) for name in mesh.mesh_dim_names] == [2, 3, 4, 5]
+    assert mesh.size == 120
