@@ -73,7 +73,8 @@ def quickstart(words: Sequence[str]) -> None:
 
 def train(words: Sequence[str]) -> None:
     """train what a YAML file describes"""
-    from lightning_verl.config import ConfigError, read_config, run_training
+    from lightning_verl.config import ConfigError, read_config
+    from lightning_verl.train import run_training
 
     try:
         config = read_config(words)

@@ -19,10 +19,11 @@ from ports import free_port
 
 from lightning_verl import GRPO, PPO, SFT, AdaptiveKL, SamplingParams, __version__
 from lightning_verl.cli import main
-from lightning_verl.config import ConfigError, import_function, make_algorithm, make_fabric, read_config
+from lightning_verl.config import ConfigError, make_algorithm, read_config
 from lightning_verl.quickstart.curves import read_logs
 from lightning_verl.rollout import engines
 from lightning_verl.testing import char_tokenizer, tiny_model
+from lightning_verl.train import import_function, make_fabric
 
 SMALLEST: dict[str, Any] = {
     "model": {"actor": "model"},

@@ -55,23 +55,20 @@ class HybridStrategy(ModelParallelStrategy):
     Args:
         mesh_shape: Ranks of the axes (data, tensor, pipeline, expert), or a ``DeviceMesh``. None: data = world.
         parallelism_config: Sizes of single roles, such as ``{"actor": {"dp": 2, "tp": 2}}``; keys ``dp`` (shards),
-            ``tp``, ``pp`` (divides layers), ``ep`` (divides experts), ``replicate`` (fill the mesh with copies),
-            ``ranks`` (world ranks outside of the mesh that are the role's own; not for the actor). A role that is left
-            out takes the mesh's numbers.
+            ``tp``, ``pp`` (layers), ``ep`` (experts), ``replicate`` (copies that fill the mesh), ``ranks`` (those of
+            its own outside of the mesh; not for the actor). A role that is left out takes the mesh's numbers.
         hybrid_engine_config: ``rollout_tp``, the ranks that cut the actor while it generates (None: the actor's
             ``tp``); ``update_dp``, which must agree with the actor's entry; ``offload_to_cpu``, to keep optimizer
             states and gradients in host memory during rollouts.
-        enable_3d_hybrid: Whether the actor generates in a layout of its own, with its weights resharded for the
-            rollout. False gathers them in the update layout instead.
+        enable_3d_hybrid: Whether the actor generates in a layout of its own; else weights are gathered in the update's.
         pipeline_schedule: The order of micro-batches in a pipeline: ``"1f1b"``, ``"interleaved"`` or ``"gpipe"``.
         reshard_bucket_bytes: Most bytes of a resharding's bucket in buffers on a rank; two are in flight.
         activation_checkpointing: ``"selective"``, ``"full"``, module-name suffixes or None; a role's own wins.
         activation_offload: Hold what decoder layers keep for their backward pass in host memory until then.
         compile_layers: Whether decoder layers run compiled while they train and score; None: on CUDA.
-        defer_gradient_sync: Over an accumulated mini-batch, reduce gradients once at its end instead of in every
-            micro-batch. It saves traffic and costs one whole fp32 copy of the gradients.
-        offload_parameters: Keep parameters, gradients and optimizer states of all roles in host memory (CUDA only);
-            optimizers step there.
+        defer_gradient_sync: Reduce gradients once a mini-batch, instead of in every micro-batch: less traffic, for one
+            whole fp32 copy of the gradients.
+        offload_parameters: Keep parameters, gradients and optimizer states in host memory, and step there (CUDA only).
         timeout: Longest time of a collective.
         process_group_backend: "nccl" or "gloo"; None takes the device's.
 
@@ -339,20 +336,17 @@ class HybridStrategy(ModelParallelStrategy):
             move_buffers(module, self.root_device)
         if role == "actor" and self.enable_3d_hybrid:
             self._rollouts.prepare(module)
-        if layout.pipeline > 1:
-            self._staging.cut(module, role)
-            module.to(self.root_device)
-        compiles = self.root_device.type == "cuda" if self.compile_layers is None else self.compile_layers
-        mode = getattr(module, "activation_checkpointing", None) or self.activation_checkpointing
+        self._staging.cut(module, role)
+        options = self.activation_checkpointing, self.compile_layers, self.activation_offload
         if not dist.is_initialized():
-            prepare_layers(module, mode, compiles, self.activation_offload)
+            prepare_layers(module, *options)
             return
         mesh, reduce = self.role_mesh(role), self._groups.get(layout, "reduce")
         self._staging.copy_weights(module, role)
         for model in models:
             apply_tensor_parallel(model, mesh[f"{role}_tensor"])
         cut_experts(module, self._expert_axes[role])
-        prepare_layers(module, mode, compiles, self.activation_offload)
+        prepare_layers(module, *options)
         cut = layout.data_size > 1 or self.hybrid_precision.needs_policy or self._host_policy is not None
         if cut and reduce is not None:
             axes = (f"{role}_replicate", f"{role}_shard") if layout.replicas > 1 else (f"{role}_shard",)

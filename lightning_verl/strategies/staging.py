@@ -72,13 +72,14 @@ class Staging:
         return self._staged.get(role)
 
     def cut(self, module: nn.Module, role: str) -> None:
-        """Keep this rank's stages of a role only, in place; nothing where its layout has one stage.
+        """Keep this rank's stages of a role only, in place, on the device; nothing where its layout has one stage.
 
         Raises:
             ValueError: The role cannot be cut.
         """
         if (share := self._share(role)) is not None:
             self._staged[role] = StagedRole(module, share.rank, share.ranks, share.chunks)
+            module.to(self._strategy.root_device)
 
     def copy_weights(self, module: nn.Module, role: str) -> None:
         """Make all ranks of a stage start from the same weights, also where they were drawn at random on each.

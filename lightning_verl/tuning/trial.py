@@ -19,7 +19,8 @@ from pathlib import Path
 
 import torch
 
-from lightning_verl.config import TrainConfig, check_libraries, make_fabric, make_trainer, read_config
+from lightning_verl.config import TrainConfig, read_config
+from lightning_verl.train import check_libraries, make_fabric, make_trainer
 from lightning_verl.tuning.files import write_config
 from lightning_verl.tuning.probe import Probe
 from lightning_verl.tuning.record import Record, load
