@@ -16,7 +16,6 @@ from lightning_verl.config import (
     RewardConfig,
     StrategyConfig,
     TrainConfig,
-    run_training,
 )
 from lightning_verl.pipeline.order import bubble_share, count_for, micro_batches_kept
 from lightning_verl.planning.batch import BatchSizes, RoleBatch
@@ -24,6 +23,7 @@ from lightning_verl.planning.plan import check_pipelines, make_plan
 from lightning_verl.planning.report import report
 from lightning_verl.rollout.sampling import SamplingParams
 from lightning_verl.testing import tiny_config
+from lightning_verl.train import run_training
 
 LAYER, VOCABULARY, NORM = 37_024, 128 * 64, 64
 """Parameters of the tiny Qwen3: of a layer, of embedding and head each, of the final norm."""
