@@ -28,10 +28,11 @@ def vocabulary_ends(model: PreTrainedModel) -> list[Any]:
     """The modules of a model that a tensor axis cuts along the vocabulary: embedding, and output head if it has one.
 
     None where one of them is of a class of its own, which may scale or bias, or carries an adapter: both stay whole.
+    What only another stage of a pipeline has does not count.
     """
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    is_plain = type(embedding) is nn.Embedding and (head is None or type(head) is nn.Linear)
-    return [end for end in (embedding, head) if end is not None] if is_plain else []
+    ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    here = [end for end in ends if end is not None and next(end.parameters(), None) is not None]
+    return here if all(type(end) in (nn.Embedding, nn.Linear) for end in here) else []
 
 
 def cut_vocabulary(model: PreTrainedModel, mesh: DeviceMesh) -> None:
@@ -43,18 +44,17 @@ def cut_vocabulary(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         model: A causal model, or one without a head. Every rank holds the same weights.
         mesh: The role's tensor axis.
     """
-    embedding, *heads = vocabulary_ends(model) or [None]
-    if embedding is None:
-        return
-    tied = [head for head in heads if head.weight is embedding.weight]
-    for head in heads:
-        parallelize_module(head, mesh, ColwiseParallel(output_layouts=Replicate()))
-    if tied:
-        embedding.weight = tied[0].weight
-    else:
-        whole = embedding.weight
-        embedding.weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]), requires_grad=whole.requires_grad)
-    embedding.forward = _CutEmbedding(embedding)
+    cut: dict[Tensor, Any] = {}
+    for end in reversed(vocabulary_ends(model)):  # the head first
+        whole = end.weight
+        if isinstance(end, nn.Linear):
+            parallelize_module(end, mesh, ColwiseParallel(output_layouts=Replicate()))
+            cut[whole] = end.weight
+            continue
+        if whole not in cut:
+            cut[whole] = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]), requires_grad=whole.requires_grad)
+        end.weight = cut[whole]
+        end.forward = _CutEmbedding(end)
 
 
 class _CutEmbedding:
