@@ -283,6 +283,15 @@ def test_adapters_train_alike_on_every_layout(ranks: int, mesh: Any) -> None:
         assert_equal_updates(made, expected)
 
 
+def test_an_adapter_on_the_head_trains_alike_on_a_tensor_axis() -> None:
+    """It keeps the head whole in training."""
+    targets = {**LORA["lora_config"], "target_modules": [*LORA["lora_config"]["target_modules"], "lm_head"]}
+    cases = [("qwen3", "grpo", TWO_CUTS)]
+    expected = updates({}, None, cases, {"lora_config": targets})
+    for made in run_ranks(updates, 2, {}, (1, 2, 1, 1), cases, {"lora_config": targets}):
+        assert_equal_updates(made, expected)
+
+
 @pytest.fixture(scope="module")
 def experts_alone() -> list[tuple[Steps, dict[str, float]]]:
     """The update of a model with experts on one process."""

@@ -52,12 +52,13 @@ class EarlyScores:
         self._prompts, self._ids, self._fields = prompts.texts, prompts.token_lists(), prompts.fields
         for row in range(len(prompts)):
             self._calls(self._input(row, [], ""))
-        self.texts: dict[int, str] = {}
-        """The text of each response that has ended, by its row."""
+        self._ended: deque[tuple[int, list[int]]] = deque()
+        self._texts: dict[int, str] = {}
         self._inputs: list[RewardInput] = []
         self._outcomes: list[Outcome] = []
         self._pending: deque[Call] = deque()
         self._queue = CallQueue()
+        self._is_over = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._interval = sys.getswitchinterval()
@@ -73,32 +74,48 @@ class EarlyScores:
             row: Its place in the rollout: those of a prompt are adjacent.
             response: Its token ids.
         """
-        ids = list(response)
-        self.texts[row] = self._decode(ids)
-        self._inputs.append(self._input(row // self._samples, ids, self.texts[row]))
-        calls = self._calls(self._inputs[-1])
-        if self._thread is not None:
-            self._queue.add(calls)
-        else:
-            self._pending.extend(calls)
+        self._ended.append((row, list(response)))  # the device waits for the next step: no more than that
 
     def meanwhile(self, busy: Callable[[], bool]) -> None:
-        """Use the time while the device works; without threads, functions run here.
+        """Use the time while the device works: for text, and without threads for functions.
 
         Args:
             busy: Whether it still works.
         """
+        self._take()
         while self._pending and self._thread is None and busy():
             self._outcomes.append(run_here(self._pending.popleft()))
             if self._policy.on_error == "raise" and self._outcomes[-1].error is not None:
                 self._pending.clear()
 
+    @property
+    def texts(self) -> dict[int, str]:
+        """The text of each response that has ended, by its row."""
+        self._take()
+        return self._texts
+
+    def _take(self) -> None:
+        """Make text of what has ended, and calls, while the rollout goes on."""
+        while self._ended:
+            row, ids = self._ended.popleft()
+            self._texts[row] = self._decode(ids)
+            if self._is_over:
+                continue
+            self._inputs.append(self._input(row // self._samples, ids, self._texts[row]))
+            calls = self._calls(self._inputs[-1])
+            if self._thread is not None:
+                self._queue.add(calls)
+            else:
+                self._pending.extend(calls)
+
     def end(self) -> None:
         """The rollout is over: nothing more will come."""
+        self._take()
         self._pending.clear()
-        if self._thread is not None and not self._queue.closed:
+        if self._thread is not None and not self._is_over:
             self._queue.close()
             sys.setswitchinterval(self._interval)
+        self._is_over = True
 
     def outcomes(self, inputs: RewardInput) -> dict[tuple[int, int], Outcome]:
         """What functions have said of rows that were watched; waits for those that still run.

@@ -15,6 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from typing_extensions import override
 
+from lightning_verl.models.quantize import is_quantized
+
 PrecisionName = Literal["32-true", "bf16-mixed", "bf16-true"]
 
 
@@ -74,7 +76,7 @@ class HybridPrecision(Precision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Cast floating-point parameters to what they are held in; buffers (rotary frequencies) are left alone."""
         for parameter in module.parameters():
-            if parameter.is_floating_point():
+            if parameter.is_floating_point() and not is_quantized(parameter):  # codes may lie in any dtype
                 dtype = self.trained_dtype if parameter.requires_grad else self.compute_dtype
                 parameter.data = parameter.data.to(dtype)
         return module

@@ -175,7 +175,9 @@ def test_a_call_that_ends_the_process_is_raised_where_scores_are_asked_for() -> 
 
     source = prompts()
     reward = RewardFunction(leaving, num_workers=1)
-    begin(reward, source).finished(0, RESPONSES[0])
+    watch = begin(reward, source)
+    watch.finished(0, RESPONSES[0])
+    watch.meanwhile(lambda: False)
     with pytest.raises(SystemExit, match="d"):
         reward.score(batch_of(source))
 
@@ -209,6 +211,8 @@ def test_a_rollout_that_failed_leaves_no_thread() -> None:
     watch.finished(0, RESPONSES[0])
     watch.end()
     watch._thread.join()
+    watch.finished(1, RESPONSES[1])
+    assert watch.texts == {0: "d", 1: "ef"}
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,10 @@ class Runner:
 
     def let_others_run(self) -> None:
         """Give the host to whoever watches until the device has done what was launched."""
-        if self.watch is None or self.cache.data.device.type != "cuda":
+        if self.watch is None:
+            return
+        if self.cache.data.device.type != "cuda":
+            self.watch.meanwhile(lambda: False)
             return
         launched = torch.cuda.Event()
         launched.record()

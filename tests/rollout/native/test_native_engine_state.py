@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -22,6 +23,7 @@ from lightning_verl.rollout.base import FinishReason, Rollouts
 from lightning_verl.rollout.native import NativeEngine, NativeOptions
 from lightning_verl.rollout.native import attention as attention_module
 from lightning_verl.rollout.native.attention import NAME
+from lightning_verl.rollout.native.runner import Runner
 from lightning_verl.rollout.sampling import SamplingParams
 from lightning_verl.rollout.transformers import TransformersEngine
 from lightning_verl.testing import char_tokenizer, tiny_model
@@ -427,7 +429,7 @@ class Watch:
         self.told.append((row, list(response)))
 
     def meanwhile(self, busy: Any) -> None:
-        raise AssertionError("on a CPU there is nothing to wait for")
+        assert not busy(), "on a CPU there is nothing to wait for"
 
 
 def test_a_watch_is_told_of_each_sample_when_it_ends() -> None:
@@ -445,3 +447,34 @@ def test_a_watch_is_told_of_each_sample_when_it_ends() -> None:
     again = engine.generate([[1, 4, 5], [1, 9]], sampling)
     assert again.response_ids.tolist() == rollouts.response_ids.tolist()
     assert len(watch.told) == 12, "the next rollout is another's"
+
+
+def test_the_host_is_lent_until_the_device_is_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Event:
+        """An event that is through when it is asked for the third time."""
+
+        def __init__(self) -> None:
+            self.asked, self.recorded = 0, False
+
+        def record(self) -> None:
+            self.recorded = True
+
+        def query(self) -> bool:
+            assert self.recorded
+            self.asked += 1
+            return self.asked == 3
+
+    class Turns(Watch):
+        turns = 0
+
+        def meanwhile(self, busy: Any) -> None:
+            while busy():
+                self.turns += 1
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    runner = object.__new__(Runner)
+    runner.cache, runner.watch = SimpleNamespace(data=SimpleNamespace(device=torch.device("cuda", 0))), Turns()
+    runner.let_others_run()
+    assert runner.watch.turns == 2
+    runner.watch = None
+    runner.let_others_run()
