@@ -15,7 +15,9 @@ from test_invariance import (
     TWO_CUTS,
     SGDActor,
     assert_equal_updates,
+    compiled_updates,
     make_experience,
+    offloaded_updates,
     split,
     updates,
     whole,
@@ -82,6 +84,27 @@ def test_adapters_train_alike_in_stages(ranks: int, mesh: Any) -> None:
 @pytest.mark.parametrize(("ranks", "mesh"), [(2, (1, 1, 2, 1)), (4, (1, 1, 2, 2))], ids=["stages2", "stages2xexpert2"])
 def test_experts_train_alike_in_stages(ranks: int, mesh: Any) -> None:
     compare(ranks, mesh, [("qwen3_moe", "ppo", TWO_CUTS)])
+
+
+def test_activations_in_host_memory_change_nothing_in_stages() -> None:
+    """Forward passes of several micro-batches come before the first backward pass, which is that of the first."""
+    expected = updates({}, None, FOUR_LAYERS, layers=4)
+    for options in ({}, {"pipeline_schedule": "gpipe", "activation_checkpointing": "selective"}):
+        for made in run_ranks(offloaded_updates, 2, {}, (1, 1, 2, 1), FOUR_LAYERS, layers=4, **options):
+            assert_equal_updates(made, expected)
+
+
+@pytest.mark.slow
+def test_compiled_layers_change_nothing_in_stages() -> None:
+    expected = updates({}, None, FOUR_LAYERS, layers=4)
+    for made, graphs in run_ranks(compiled_updates, 2, {}, (1, 1, 2, 1), FOUR_LAYERS, layers=4):
+        assert_equal_updates(made, expected)
+        assert graphs > 0
+
+
+def test_a_vocabulary_that_ranks_do_not_divide_changes_nothing_in_stages() -> None:
+    """Tied ends on the first and the last stage have equal parts of it."""
+    compare(4, (1, 2, 2, 1), [("qwen2/131", "ppo", TWO_CUTS), ("qwen3/131", "grpo", TWO_CUTS)])
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3", "gpt2"])

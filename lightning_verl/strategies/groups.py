@@ -149,13 +149,15 @@ class GroupRegistry:
         return NCCLGroupManager.create_group(ranks, self._backend, self._timeout, description=description)
 
     def get(self, layout: RoleLayout, operation: str) -> dist.ProcessGroup | None:
-        """The group of one operation of a role, None on a rank without it.
+        """The group of one operation of a role, None on a rank without it, and between stages where there is only one.
 
         Created with all its sister lines on first use (a collective call, of the ranks without the role too).
         """
         if (layout.role, operation) in self._own:
             return self._own[layout.role, operation]
         axis = OPERATIONS[operation]
+        if axis in ("pipeline", "ends") and layout.pipeline == 1:
+            return None
         for line in _lines(layout, axis):
             if tuple(line) not in self._shared:
                 self._shared[tuple(line)] = self.create(line, f"shared:{line}")
