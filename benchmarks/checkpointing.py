@@ -23,13 +23,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
-from rollout_results import SHAPES, model_config
 
 from lightning_verl import Actor
 from lightning_verl.data.experience import RolloutBatch
 from lightning_verl.data.microbatches import MicroBatches
 from lightning_verl.parallel.checkpointing import ActivationCheckpointing
 from lightning_verl.parallel.layers import prepare_layers
+from lightning_verl.tuning.shapes import SHAPES, model_config
 
 COMMAND = "python benchmarks/checkpointing.py --output docs/benchmarks/checkpointing.json"
 RESULTS = Path(__file__).parents[1] / "docs" / "benchmarks" / "checkpointing.json"

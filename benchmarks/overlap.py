@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from lightning.fabric import Fabric
-from rollout_results import SHAPES, Work, model_config
+from rollout_results import Work
 from step_common import prompt_texts, word_tokenizer
 from step_ours import FixedLengthsActor
 
@@ -32,6 +32,7 @@ from lightning_verl.data.experience import PromptBatch, RolloutBatch
 from lightning_verl.rollout.batch import join_rollouts
 from lightning_verl.rollout.sampling import SamplingParams
 from lightning_verl.strategies.offload import StateOffload
+from lightning_verl.tuning.shapes import SHAPES, model_config
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "benchmarks" / "overlap.json"
