@@ -57,7 +57,13 @@ def compile_layers(module: nn.Module, backend: Any = None) -> bool:
     learning, scoring = (_compiled(backend or BACKEND) for _ in range(2))
     for layer in layers:
         layer.forward = _runner(layer.forward, learning, scoring)
+    module.__dict__["_runs_compiled"] = True
     return True
+
+
+def runs_compiled(module: nn.Module) -> bool:
+    """Whether the decoder layers of a role run compiled."""
+    return "_runs_compiled" in vars(module)
 
 
 def _problem(module: nn.Module, layers: list[nn.Module]) -> str | None:

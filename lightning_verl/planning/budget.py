@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from lightning_verl.parallel.compiling import runs_compiled
 from lightning_verl.parallel.vocabulary import vocabulary_ends
 from lightning_verl.planning.memory import LOGIT_CHUNK, activation_bytes, update_logit_bytes
 from lightning_verl.planning.model import Decoder, RoleModel
@@ -67,6 +68,7 @@ class MicroBatchBudget:
             checkpointing=mode,
             has_head=model.get_output_embeddings() is not None,
             cuts_vocabulary=bool(vocabulary_ends(model)),
+            compiled=runs_compiled(self._modules[role]),
         )
 
 

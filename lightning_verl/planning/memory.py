@@ -103,9 +103,21 @@ class Phase:
         return max(self.moments, key=lambda moment: moment.bytes)
 
 
-def saved_per_token(decoder: Decoder, compute_bytes: int, tensor: int) -> int:
-    """Bytes a position that a decoder layer keeps for its backward pass, if nothing is recomputed."""
+def saved_per_token(decoder: Decoder, compute_bytes: int, tensor: int, compiled: bool = False) -> int:
+    """Bytes a position that a decoder layer keeps for its backward pass, if nothing is recomputed.
+
+    Args:
+        decoder: The sizes.
+        compute_bytes: Bytes of an element in the forward pass.
+        tensor: Ranks of the tensor axis.
+        compiled: Whether it runs compiled: it keeps its input, the input of its MLP, queries, keys, values, the
+            attention's output and both halves of a gated MLP, and sums of norms and softmax; with QK-norm, queries and
+            keys from before and after it.
+    """
     c, q, k, m, heads, kv_heads = _widths(decoder, compute_bytes, tensor)
+    if compiled:
+        normed = c * (q + k) + 4 * (heads + kv_heads) if decoder.qk_norm else 0
+        return 2 * c * (decoder.hidden + q + k + m) + 4 * heads + 8 + normed
     saved = (8 + 4 * c) * decoder.hidden + 8 + c * (2 * q + 2 * k) + 4 * heads + 4 * c * m
     return saved + ((4 + c) * (q + k) + 4 * (heads + kv_heads) if decoder.qk_norm else 0)
 
@@ -117,14 +129,14 @@ def kept_per_token(role: RoleModel, tensor: int) -> int:
         return c * role.decoder.hidden
     if role.checkpointing == "selective":
         return c * (2 * role.decoder.hidden + q + m) + 4 * heads
-    return saved_per_token(role.decoder, role.compute_bytes, tensor)
+    return saved_per_token(role.decoder, role.compute_bytes, tensor, role.compiled)
 
 
 def activation_bytes(role: RoleModel, tensor: int) -> tuple[int, int]:
     """Bytes a position that wait for the backward pass, and bytes a position while one layer is in it."""
     decoder, c = role.decoder, role.compute_bytes
     outside = (4 + 4 * c) * decoder.hidden  # final norm, embeddings, and the rows that predict responses
-    again = saved_per_token(decoder, c, tensor) if role.checkpointing in ("full", "selective") else 0
+    again = saved_per_token(decoder, c, tensor, role.compiled) if role.checkpointing in ("full", "selective") else 0
     whole = again + c * (2 * decoder.hidden + decoder.inner // tensor)
     return decoder.layers * kept_per_token(role, tensor) + outside, whole
 

@@ -134,6 +134,8 @@ class RoleModel:
     """What trains it."""
     cuts_vocabulary: bool = False
     """Whether a tensor axis cuts embedding and head."""
+    compiled: bool = False
+    """Whether its decoder layers run compiled."""
     costs: Costs = Costs(())
     """What its parts cost, for a cut into stages."""
     stage_layers: tuple[int, ...] = ()

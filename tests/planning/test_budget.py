@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from lightning.fabric import Fabric
@@ -23,6 +25,8 @@ def test_tokens_by_hand() -> None:
     assert tokens_that_fit(model, 1, 30_000_000) == 1_792
     assert tokens_that_fit(model, 1, 10**12) == 16_384
     assert tokens_that_fit(model, 1, -(10**9)) == 512
+    # Compiled a layer keeps 8 (64 + 64 + 32 + 128) + 16 + 8 = 2,328: together 6,960, so 3,071 tokens.
+    assert tokens_that_fit(replace(model, compiled=True), 1, 30_000_000) == 2_816
 
 
 def ranks_agree() -> tuple[int, int]:
