@@ -64,3 +64,10 @@ def test_the_page_shows_multiples_and_shares(benchmark: ModuleType) -> None:
 
 def test_the_page_is_that_of_the_kept_result(benchmark: ModuleType) -> None:
     assert benchmark.PAGE.read_text() == benchmark.page(benchmark.load(benchmark.RESULTS))
+
+
+def test_the_readme_says_what_was_measured(benchmark: ModuleType) -> None:
+    case = next(case for case in benchmark.load(benchmark.RESULTS).cases if case.work.name.startswith("1.5B"))
+    own, other = (round(speed.tokens_per_second, -2) for speed in (case.native["default"], case.vllm["with log-probs"]))
+    text = (FOLDER.parent / "README.md").read_text().replace("\n", " ")
+    assert f"make {own:,.0f} tokens a second, vLLM with log-probs {other:,.0f}." in text

@@ -148,6 +148,12 @@ def test_the_page_is_that_of_the_kept_result(benchmark: ModuleType) -> None:
         assert benchmark.PAGE.read_text() == benchmark.page(benchmark.load(benchmark.RESULTS))
 
 
+def test_the_readme_says_what_was_measured(benchmark: ModuleType) -> None:
+    case = next(case for case in benchmark.load(benchmark.RESULTS).cases if case.name == "1.5B")
+    text = (FOLDER.parent / "README.md").read_text()
+    assert f"takes {case.ours.seconds:.1f} s, with TRL and `generate` {case.trl['generate'].seconds:.1f} s" in text
+
+
 # ---- running the sides -----------------------------------------------------------------------------------------------
 
 
