@@ -22,7 +22,7 @@ ENGINE_TESTS := tests/rollout/test_transformers_engine.py $(wildcard tests/rollo
 OVERLAY_EXTRA_5.17.0 := huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9 certifi==2026.10.18
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow test-real-model test-transformers-range test-vllm test-torchao test-bitsandbytes transformers-overlays lint types format clean
+.PHONY: help install quickstart test test-slow test-real-model test-transformers-range test-vllm test-torchao test-bitsandbytes test-cuda transformers-overlays lint types format clean
 
 help:  ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 28
@@ -38,10 +38,10 @@ quickstart: $(STAMP)  ## Train a tiny model on this machine (options in ARGS="..
 	env -u OMP_NUM_THREADS $(BIN)/lightning-verl quickstart $(ARGS)
 
 test: $(STAMP)  ## Run the tests, several ranks included, but the slow ones
-	$(PYTEST) -q -n $(WORKERS) -m "not slow and not real_model and not vllm and not torchao and not bitsandbytes" $(ARGS)
+	$(PYTEST) -q -n $(WORKERS) -m "not slow and not real_model and not vllm and not torchao and not bitsandbytes and not cuda" $(ARGS)
 
 test-slow: $(STAMP)  ## Run the slow tests
-	$(PYTEST) -q -n $(WORKERS) -m "slow and not real_model and not vllm and not torchao and not bitsandbytes" $(ARGS)
+	$(PYTEST) -q -n $(WORKERS) -m "slow and not real_model and not vllm and not torchao and not bitsandbytes and not cuda" $(ARGS)
 
 test-real-model: $(VENV)/.examples  ## Train a small real model for two steps (downloads 100 MB once)
 	$(PYTEST) -q -m real_model $(ARGS)
@@ -79,12 +79,15 @@ $(BITSANDBYTES)/.installed: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt --target $(@D) bitsandbytes
 	touch $@
 
+test-cuda:  ## Run the tests that need a GPU, with the Python of PYTHON (CI has no GPU)
+	$(PYTHON) -m pytest -q -m cuda tests/cuda $(ARGS)
+
 test-transformers-range: $(TRANSFORMERS_RANGE:%=test-transformers-%)  ## Run the model tests on the oldest and newest transformers
 
 test-transformers-%: $(OVERLAY)-%/.installed
 	PYTHONPATH=$(CURDIR)/$(OVERLAY)-$* $(BIN)/python -c \
 		"import transformers; assert transformers.__version__ == '$*', transformers.__version__"
-	PYTHONPATH=$(CURDIR)/$(OVERLAY)-$* $(PYTEST) -q -m "not slow and not real_model and not vllm and not torchao and not bitsandbytes" \
+	PYTHONPATH=$(CURDIR)/$(OVERLAY)-$* $(PYTEST) -q -m "not slow and not real_model and not vllm and not torchao and not bitsandbytes and not cuda" \
 		tests/models tests/parallel tests/testing $(ENGINE_TESTS) $(ARGS)
 
 transformers-overlays: $(TRANSFORMERS_RANGE:%=$(OVERLAY)-%/.installed)  ## Download both ends of the range

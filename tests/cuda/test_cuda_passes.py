@@ -1,0 +1,131 @@
+"""Passes of training on a GPU: attention kernels, compiled layers, activations in host memory, compiled log-probs."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from lightning_verl import Actor
+from lightning_verl.data.experience import RolloutBatch
+from lightning_verl.data.microbatches import MicroBatches, Packing
+from lightning_verl.models.fused_logprobs import TokenFigures
+from lightning_verl.parallel import offloading
+from lightning_verl.parallel.layers import prepare_layers
+from lightning_verl.testing import char_tokenizer, tiny_model, tiny_rollouts
+
+pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
+
+DEVICE = torch.device("cuda")
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 768,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 1024,
+}
+
+
+def make_actor(family: Any, dtype: torch.dtype) -> Actor:
+    """In bf16 and back, so that both dtypes have the same weights."""
+    model = tiny_model(family, **SIZES).bfloat16()
+    return Actor(model, tokenizer=char_tokenizer()).to(DEVICE, dtype).eval()
+
+
+def make_batch(seed: int, rows: int = 12) -> RolloutBatch:
+    """Groups of three with a prompt in common, one row without a response."""
+    generator = torch.Generator().manual_seed(seed)
+    groups = torch.arange(rows) // 3
+    prompts = torch.randint(8, 100, (rows,), generator=generator)[groups]
+    responses = torch.randint(1, 300, (rows,), generator=generator)
+    responses[4] = 0
+    ids = torch.randint(3, 128, (rows, 400), generator=generator)
+    ids = torch.where(torch.arange(400) < prompts[:, None], ids[groups], ids)
+    return replace(
+        tiny_rollouts(rows),
+        input_ids=ids,
+        prompt_lengths=prompts,
+        response_lengths=responses,
+        rollout_logprobs=torch.zeros(rows, 300),
+        group_ids=groups,
+    ).to(DEVICE)
+
+
+def run(actor: Actor, packing: Packing, seeds: range = range(1)) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies, and the gradient of a sum of both, over micro-batches of many lengths."""
+    figures: list[Tensor] = []
+    actor.zero_grad()
+    for seed in seeds:
+        batch = make_batch(seed)
+        cut = MicroBatches.cut(batch.sizes(), 900 + 200 * seed, packing)
+        found = torch.zeros(2, len(batch), 300, device=DEVICE)
+        with nullcontext() if packing == "padded" else actor.without_padding():
+            for number, part in enumerate(cut.bins):
+                logprobs, entropy = actor(cut.take(batch, number), 0.7, True)
+                (logprobs.sum() - 0.3 * entropy.sum()).backward()
+                found[:, part, : logprobs.shape[1]] = torch.stack([logprobs, entropy]).detach()
+        figures.append(found.flatten())
+    gradients = [parameter.grad.float().flatten() for parameter in actor.parameters() if parameter.grad is not None]
+    return torch.cat(figures), torch.cat(gradients)
+
+
+def error(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> list[float]:
+    """Relative errors of figures and gradients."""
+    pairs = zip(actual, expected, strict=True)
+    return [float((one.double() - other.double()).norm() / other.double().norm()) for one, other in pairs]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3"])
+@pytest.mark.parametrize("packing", ["rows", "shared"])
+def test_rows_side_by_side_are_as_exact_as_padded_ones(family: Any, packing: Packing) -> None:
+    exact = run(make_actor(family, torch.float32), "padded")
+    assert max(error(run(make_actor(family, torch.float32), packing), exact)) < 1e-5
+    padded = error(run(make_actor(family, torch.bfloat16), "padded"), exact)
+    packed = error(run(make_actor(family, torch.bfloat16), packing), exact)
+    assert all(one < 1.2 * other < 0.1 for one, other in zip(packed, padded, strict=True))
+
+
+@pytest.mark.parametrize("mode", [None, "selective", "full", ["o_proj", "down_proj"]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("offload", [False, True], ids=["kept", "offloaded"])
+def test_compiled_layers_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, mode: Any, dtype: torch.dtype, offload: bool
+) -> None:
+    monkeypatch.setattr(offloading, "LEAST_BYTES", 4096)
+    seeds = range(3)
+    expected = run(make_actor("qwen2", dtype), "shared", seeds)
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        actor = make_actor("qwen2", dtype)
+        prepare_layers(actor, mode, compiled, offload)
+        bound = 1e-5 if dtype == torch.float32 else 0.02
+        assert max(error(run(actor, "shared", seeds), expected)) < bound
+        assert counters["stats"].get("unique_graphs", 0) <= 8
+        assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("rows", [1, 37, 1024])
+def test_compiled_logprobs_and_their_gradients(dtype: torch.dtype, rows: int) -> None:
+    generator = torch.Generator(DEVICE).manual_seed(rows)
+    logits = (4 * torch.randn(rows, 151_936, device=DEVICE, generator=generator)).to(dtype).requires_grad_()
+    targets = torch.randint(0, 151_936, (rows,), device=DEVICE, generator=generator)
+    mix = torch.randn(2, rows, device=DEVICE, generator=generator)
+    actual = torch.stack(TokenFigures.apply(logits, targets, 1 / 0.7))
+    (gradient,) = torch.autograd.grad((actual * mix).sum(), logits)
+    exact = logits.detach().double().requires_grad_()
+    log_probs = torch.log_softmax(exact / 0.7, -1)
+    expected = torch.stack([log_probs.gather(1, targets[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)])
+    (by_autograd,) = torch.autograd.grad((expected * mix).sum(), exact)
+    torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
+    assert float((gradient.double() - by_autograd).norm() / by_autograd.norm()) < (
+        2e-6 if rows and dtype == torch.float32 else 4e-3
+    )
+    assert (actual[0] <= 0).all()
