@@ -98,11 +98,7 @@ def logprobs_from_hidden(
         logits = F.linear(hidden, head) if isinstance(head, Tensor) else head(hidden)
         if shard is not None:
             return shard.score(logits, targets, _divisor(temperature), with_entropy)
-        if logits.is_cuda:
-            logprobs, entropy = TokenFigures.apply(logits, targets, 1 / _divisor(temperature))  # type: ignore[no-untyped-call]
-            return logprobs, entropy if with_entropy else None
-        log_probs = _log_softmax(logits, temperature)
-        return _pick(log_probs, targets), _entropy(log_probs) if with_entropy else None
+        return _score(logits, targets, temperature, with_entropy)
 
     def score_without_keeping(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         if not torch.is_grad_enabled():
@@ -118,6 +114,16 @@ def logprobs_from_hidden(
     picked, entropies = zip(*(score_without_keeping(*chunk) for chunk in chunks), strict=True)
     entropy = torch.cat(entropies).view(targets.shape) if with_entropy else None
     return torch.cat(picked).view(targets.shape), entropy
+
+
+def _score(logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+    if logits.is_cuda:
+        scored: tuple[Tensor, Tensor] = TokenFigures.apply(  # type: ignore[no-untyped-call]
+            logits, targets, 1 / _divisor(temperature)
+        )
+        return scored if with_entropy else (scored[0], None)
+    log_probs = _log_softmax(logits, temperature)
+    return _pick(log_probs, targets), _entropy(log_probs) if with_entropy else None
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
