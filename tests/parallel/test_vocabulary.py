@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_verl import Actor
 from lightning_verl.models.logprobs import entropy_from_logits, logprobs_from_hidden, logprobs_from_logits
 from lightning_verl.parallel.tensor import apply_tensor_parallel
 from lightning_verl.parallel.vocabulary import VocabularyShard, cut_vocabulary, vocabulary_ends
@@ -165,7 +165,8 @@ def test_a_cut_embedding_looks_up_and_learns_like_a_whole_one(padding: int) -> N
 def whole_ends() -> list[Any]:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
-    adapted = Actor(tiny_model("qwen3"), lora_config={"r": 4, "target_modules": ["lm_head"]}).model
+    adapted = tiny_model("qwen3")
+    inject_adapter_in_model(LoraConfig(r=4, target_modules=["lm_head"]), adapted)
     models = [tiny_model("gemma3"), adapted, tiny_model("qwen3").base_model]
     for model in models:
         apply_tensor_parallel(model, mesh)

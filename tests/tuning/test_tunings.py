@@ -203,7 +203,7 @@ def run_in_process(arm: Arm, folder: Path) -> Record:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("ranks", "names"), [(1, ["kv-offload", "all"]), (2, ["reward", "groups"])])
+@pytest.mark.parametrize(("ranks", "names"), [(1, ["all"]), (2, ["reward"])])
 def test_arms_run_on_a_cpu(tmp_path: Path, ranks: int, names: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "tunings.json"
     words = ["--output", str(path), "--ranks", str(ranks), "--model", "tiny", "--steps", "1", "--accelerator", "cpu"]
