@@ -66,8 +66,9 @@ class EarlyScoring:
     ) -> EarlyScores | None:
         """What watches a rollout, on the rank that scores its rows.
 
-        None where rows are scored elsewhere than they are sampled, where the reward is no function for one sample, and
-        where the engine reports nothing before the end.
+        None where rows are scored elsewhere than they are sampled, where the reward is no function for one sample,
+        where the engine reports nothing before the end, and where functions would have neither threads nor a device to
+        run beside.
 
         Args:
             engine: What generates.
@@ -76,13 +77,16 @@ class EarlyScoring:
             tokenizer: Decodes responses.
             skip_special: Whether special tokens are left out of the text.
         """
-        begin = getattr(self._modules.get("reward"), "watch", None)
+        module: Any = self._modules.get("reward")
+        begin = getattr(module, "watch", None)
         if not self._is_open or begin is None or not getattr(engine, "reports_samples", False):
             return None
         actor, reward = self._strategy.layout("actor"), self._strategy.layout("reward")
         if reward.apart_from(actor) or not actor.lies_like(self._strategy.layout("rollout")):
             return None
         if not actor.speaks(self._strategy.global_rank):
+            return None
+        if not (module.policy.workers or self._strategy.root_device.type == "cuda"):
             return None
         watch: EarlyScores | None = begin(
             prompts, samples, lambda response: response_texts([response], tokenizer, skip_special)[0]

@@ -120,3 +120,19 @@ def test_an_engine_that_reports_nothing_scores_afterwards() -> None:
     with flow.scoring_meanwhile():
         batch = flow.rollout(prompts, SamplingParams(max_new_tokens=4), 0)
     torch.testing.assert_close(flow.score(batch).scores, torch.tensor([float(len(t)) for t in batch.response_texts]))
+
+
+@pytest.mark.parametrize(("workers", "watched"), [(0, False), (1, True)])
+def test_functions_that_nothing_runs_beside_watch_nothing(
+    monkeypatch: pytest.MonkeyPatch, workers: int, watched: bool
+) -> None:
+    """On a CPU the calling thread has no moment in which it only waits for a device."""
+    begun: list[RewardFunction] = []
+    monkeypatch.setattr(RewardFunction, "watch", lambda self, *arguments: begun.append(self))
+    flow = make_flow(RewardFunction(lambda response: 1.0, num_workers=workers))
+    data = AsyncRolloutDataset(ROWS, tokenizer=TOKENIZER, max_prompt_length=8)
+    with data.loader(2, [0, 1]) as loader:
+        prompts = next(iter(loader))
+    with flow.scoring_meanwhile():
+        flow.rollout(prompts, SamplingParams(max_new_tokens=4), 0)
+    assert bool(begun) is watched
