@@ -62,7 +62,7 @@ $(VENV)/.vllm: $(STAMP)
 # Beside .venv: where torchao is installed, peft imports it, for a second in each process.
 TORCHAO := build/torchao
 test-torchao: $(TORCHAO)/.installed  ## Run the tests of AdamW with moments of 8 bits, which needs torchao
-	PYTHONPATH=$(CURDIR)/$(TORCHAO) $(PYTEST) -q -m torchao tests/roles tests/planning $(ARGS)
+	PYTHONPATH=$(CURDIR)/$(TORCHAO) $(PYTEST) -q -m "torchao and not cuda" tests/roles tests/planning $(ARGS)
 
 $(TORCHAO)/.installed: $(STAMP)
 	rm -rf $(@D)
@@ -80,7 +80,7 @@ $(BITSANDBYTES)/.installed: $(STAMP)
 	touch $@
 
 test-cuda:  ## Run the tests that need a GPU, with the Python of PYTHON (CI has no GPU)
-	$(PYTHON) -m pytest -q -m cuda tests/cuda $(ARGS)
+	$(PYTHON) -m pytest -q -m "cuda and not torchao" tests/cuda $(ARGS)
 
 test-transformers-range: $(TRANSFORMERS_RANGE:%=test-transformers-%)  ## Run the model tests on the oldest and newest transformers
 

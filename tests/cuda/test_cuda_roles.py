@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
@@ -57,7 +56,7 @@ def test_one_gpu_without_casts_runs_without_fsdp() -> None:
     assert fsdp_units(cast)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
+@pytest.mark.torchao
 def test_moments_of_8_bits_train_alike() -> None:
     _, weights, _ = trained("bf16-mixed", {})
     _, others, _ = trained("bf16-mixed", {"optimizer": "adamw8bit"})
