@@ -80,7 +80,7 @@ $(BITSANDBYTES)/.installed: $(STAMP)
 	touch $@
 
 test-cuda:  ## Run the tests that need a GPU, with the Python of PYTHON (CI has no GPU)
-	$(PYTHON) -m pytest -q -m "cuda and not torchao" tests/cuda $(ARGS)
+	$(PYTHON) -m pytest -q -m "cuda and not torchao and not vllm" tests/cuda $(ARGS)
 
 test-transformers-range: $(TRANSFORMERS_RANGE:%=test-transformers-%)  ## Run the model tests on the oldest and newest transformers
 

@@ -195,9 +195,10 @@ def train(case: Case, work: Work, steps: int) -> tuple[Run, str] | None:
     return run, name
 
 
-def measure(work: Work, steps: int, note: str) -> Result:
-    """Start every run and collect what it measured."""
-    runs, device = [], ""
+def measure(work: Work, steps: int, note: str, output: Path) -> Result:
+    """Start every run and collect what it measured; the file is written after each."""
+    result = Result("", work, [], torch.__version__, note)
+    output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         for number in range(len(CASES)):
             part = Path(folder) / f"{number}.json"
@@ -206,9 +207,9 @@ def measure(work: Work, steps: int, note: str) -> Result:
             words += ["--steps", str(steps)]
             subprocess.run([sys.executable, *words], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
             entry = json.loads(part.read_text())
-            device = entry.pop("device")
-            runs.append(_run(entry))
-    return Result(device, work, runs, torch.__version__, note)
+            result = replace(result, device=entry.pop("device"), runs=[*result.runs, _run(entry)])
+            output.write_text(json.dumps(asdict(result), indent=2) + "\n")
+    return result
 
 
 def _run(entry: dict[str, Any]) -> Run:
@@ -281,10 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "checkpointing": options.checkpointing,
         }
         work = replace(WORKS[options.model], **{name: value for name, value in given.items() if value is not None})
-        result = measure(work, options.steps, options.note)
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(asdict(result), indent=2) + "\n")
-        print(page(result))
+        print(page(measure(work, options.steps, options.note, options.output)))
 
 
 if __name__ == "__main__":

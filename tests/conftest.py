@@ -18,6 +18,9 @@ LIBRARY_THREADS = (
     "fsspecIO",  # fsspec keeps one event loop for the whole process
     "TMonitor",  # tqdm's monitor of its bars
     "tqdm_monitor",  # the same, in newer releases
+    "InductorSubproc",  # torch's compiler keeps its processes
+    "subproc_worker_timer",  # the same
+    "Dummy-",  # not Python's own: autograd keeps one for each GPU, which shows once it has run a hook
 )
 LIBRARY_VARIABLES = frozenset(
     {

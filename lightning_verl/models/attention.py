@@ -155,7 +155,8 @@ def _forward(
 
 def _has_kernel(query: Tensor) -> bool:
     """Whether torch's attention over sequences of unequal length takes these queries."""
-    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] in range(8, 257, 8)
+    size = query.shape[-1]  # under FSDP2 a symbol while a layer is compiled, which a range cannot be asked for
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and size % 8 == 0 and 8 <= size <= 256
 
 
 AttentionInterface.register(NAME, _forward)

@@ -94,12 +94,24 @@ def apply_fsdp(
             shard_placement_fn=placement,
             ignored_params=codes,
         )
+    _let_compile(units[:-1])
     module._hybrid_touch = _touch  # type: ignore[assignment]
     module.__dict__["_hybrid_units"] = fsdp_units(module)
     for method in ("_hybrid_touch", "score", "stage_states"):
         if hasattr(module, method):
             register_fsdp_forward_method(module, method)
     use_reduce_group(units, mesh, reduce)
+
+
+def _let_compile(layers: Iterable[nn.Module]) -> None:
+    """Have torch compile layers as it would without FSDP2, whose hooks run around what is compiled.
+
+    FSDP2 marks modules for the compiler, which then takes their numbers (sizes of heads, epsilons) for ones that may
+    change, and makes kernels for any size of head.
+    """
+    for layer in layers:
+        for child in layer.modules():
+            vars(child).pop("_is_fsdp_managed_module", None)
 
 
 def use_reduce_group(units: Iterable[FSDPModule], mesh: DeviceMesh, reduce: dist.ProcessGroup) -> None:

@@ -24,6 +24,7 @@ from lightning_verl.models.heads import packed_states
 from lightning_verl.parallel import compiling
 from lightning_verl.parallel.checkpointing import apply_activation_checkpointing
 from lightning_verl.parallel.compiling import compile_layers
+from lightning_verl.parallel.fsdp import fsdp_units
 from lightning_verl.parallel.structure import decoder_layers
 from lightning_verl.parallel.tensor import apply_tensor_parallel
 from lightning_verl.rollout.native import compiled
@@ -232,6 +233,25 @@ def test_a_cpu_compiles_only_when_asked(monkeypatch: pytest.MonkeyPatch, flag: A
     fabric.setup_module(actor)
     actor(tiny_rollouts(2))
     assert (compiler.runs > 0) is expected
+
+
+def test_sizes_of_heads_stay_numbers_under_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 marks modules for the compiler, which would then make kernels for any size."""
+    inputs: list[str] = []
+
+    def note(graph: torch.fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
+        inputs.extend(node.name for node in graph.graph.find_nodes(op="placeholder"))
+        return graph.forward
+
+    monkeypatch.setattr(compiling, "BACKEND", note)
+    fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed", strategy=HybridStrategy(compile_layers=True))
+    fabric.launch()
+    actor = make_actor()
+    assert fsdp_units(fabric.setup_module(actor).module)
+    actor(tiny_rollouts(2))
+    dist.destroy_process_group()
+    assert [name for name in inputs if "q_proj" in name]
+    assert not [name for name in inputs if "head_dim" in name]
 
 
 def test_roles_do_not_use_up_each_others_compilations() -> None:
