@@ -44,9 +44,8 @@ UPDATE_LOGIT_BYTES = 16
 """Bytes for each logit of a chunk in its backward pass, entropy included, above the logit: four fp32 copies."""
 SCORE_LOGIT_BYTES = 4
 """The same without gradients: an fp32 copy, and another where logits are converted or divided by a temperature."""
-PART_LOGIT_BYTES = {"score": 8, "update": 12}
-"""The same where a tensor axis cuts the vocabulary: without gradients, and in the backward pass. In bf16 the latter has
-the logit's gradient beside it, without gradients it is the logit itself."""
+PART_LOGIT_BYTES = {"score": 8, "update": 9}
+"""The same where a tensor axis cuts the vocabulary: two fp32 copies, and in the backward pass a mask beside them."""
 PREFILL_TOKENS = 8192
 """Tokens of prompts that the native engine computes in one step on CUDA."""
 SAMPLE_BYTES = {
@@ -148,9 +147,7 @@ def update_logit_bytes(compute_bytes: int, is_part: bool) -> int:
         compute_bytes: Bytes of a logit.
         is_part: Whether a tensor axis cuts the vocabulary.
     """
-    if is_part:
-        return PART_LOGIT_BYTES["update"] + (compute_bytes if compute_bytes < 4 else 0)
-    return UPDATE_LOGIT_BYTES + compute_bytes
+    return (PART_LOGIT_BYTES["update"] if is_part else UPDATE_LOGIT_BYTES) + compute_bytes
 
 
 def running_per_token(decoder: Decoder, compute_bytes: int, tensor: int) -> int:
