@@ -5,9 +5,10 @@
 
 The first line runs two steps of each case on so many GPUs, and puts the peaks of the second one, and what was planned,
 into the JSON file; results for another number of GPUs stay there. The second one measures nothing and writes the page
-docs/benchmarks/plan_memory.md. Weights are drawn at random from configs of known shapes, so nothing is downloaded. The
-measure is `torch.cuda.max_memory_allocated` of rank 0, reset where a phase begins (callback `Throughput`). On CPUs the
-cases run too, tiny ones with `--tiny`, and nothing is measured.
+docs/benchmarks/plan_memory.md. Weights are drawn at random from configs of known shapes, so nothing is downloaded.
+Layers and log-probs run compiled where they do by default, which is what is planned. The measure is
+`torch.cuda.max_memory_allocated` of rank 0, reset where a phase begins (callback `Throughput`). On CPUs the cases run
+too, tiny ones with `--tiny`, and nothing is measured.
 """
 
 from __future__ import annotations
@@ -170,9 +171,7 @@ def run(case: Case, ranks: int) -> list[Comparison]:
 def measure(case: Case, config: TrainConfig, ranks: int) -> dict[str, float]:
     """Run two steps and return the metrics of the second one."""
     layouts = config.strategy
-    strategy = HybridStrategy(
-        layouts.mesh_shape, layouts.parallelism_config, layouts.hybrid_engine_config, compile_layers=False
-    )  # what compiled layers keep is up to the compiler
+    strategy = HybridStrategy(layouts.mesh_shape, layouts.parallelism_config, layouts.hybrid_engine_config)
     fabric = Fabric(devices=ranks, strategy=strategy, precision=config.precision, callbacks=[Throughput()])
     fabric.launch()
     algorithm = make_algorithm(config.algorithm)

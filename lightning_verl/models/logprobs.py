@@ -96,9 +96,7 @@ def logprobs_from_hidden(
 
     def score(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         logits = F.linear(hidden, head) if isinstance(head, Tensor) else head(hidden)
-        if shard is not None:
-            return shard.score(logits, targets, _divisor(temperature), with_entropy)
-        return _score(logits, targets, temperature, with_entropy)
+        return _score(logits, targets, temperature, with_entropy, shard)
 
     def score_without_keeping(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         if not torch.is_grad_enabled():
@@ -116,10 +114,12 @@ def logprobs_from_hidden(
     return torch.cat(picked).view(targets.shape), entropy
 
 
-def _score(logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-    if logits.is_cuda:
+def _score(
+    logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool, shard: VocabularyShard | None
+) -> tuple[Tensor, Tensor | None]:
+    if logits.is_cuda or shard is not None:
         scored: tuple[Tensor, Tensor] = TokenFigures.apply(  # type: ignore[no-untyped-call]
-            logits, targets, 1 / _divisor(temperature)
+            logits, targets, 1 / _divisor(temperature), shard
         )
         return scored if with_entropy else (scored[0], None)
     log_probs = _log_softmax(logits, temperature)

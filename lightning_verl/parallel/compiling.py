@@ -51,7 +51,8 @@ def compile_layers(module: nn.Module, backend: Any = None) -> bool:
         Whether the layers run compiled. Where not, a logged line says why.
     """
     layers = decoder_layers(module)
-    if problem := _problem(module, layers):
+    is_cut = any(isinstance(parameter, DTensor) for layer in layers for parameter in layer.parameters())
+    if problem := compiling_problem(module, is_cut):
         _log.warning("%s: its decoder layers are not compiled: %s.", type(module).__name__, problem)
         return False
     learning, scoring = (_compiled(backend or BACKEND) for _ in range(2))
@@ -66,12 +67,18 @@ def runs_compiled(module: nn.Module) -> bool:
     return "_runs_compiled" in vars(module)
 
 
-def _problem(module: nn.Module, layers: list[nn.Module]) -> str | None:
-    if not layers:
+def compiling_problem(module: nn.Module, is_cut: bool) -> str | None:
+    """Why the decoder layers of a role are not compiled; None: they are.
+
+    Args:
+        module: The role.
+        is_cut: Whether a tensor axis cuts them.
+    """
+    if not decoder_layers(module):
         return "none were found"
     if expert_modules(module):
         return "experts take as many tokens as the router sends them, which a compiled layer would have to wait for"
-    if any(isinstance(parameter, DTensor) for layer in layers for parameter in layer.parameters()):
+    if is_cut:
         return "their matrices are cut over a tensor axis, and torch cannot compile DTensors of changing size"
     return None
 

@@ -1,7 +1,8 @@
-"""The vocabulary over a tensor axis: embedding and output head cut along it, and log-probs from parts of the logits.
+"""The vocabulary over a tensor axis: embedding and output head cut along it.
 
 A rank holds consecutive tokens, ``ceil(V / ranks)`` of them, the last rank what is left. In training it makes only its
-own logits; what a softmax needs of the others is a maximum and two or three sums for each position.
+own logits; what a softmax needs of the others is a maximum and three sums for each position, see
+``models/fused_logprobs.py``.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,9 +19,6 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from lightning_verl.parallel.collectives import SumGradient, SumOutput
-
-_NO_MASS = -1e4
-"""A log-prob whose probability is exactly 0, also in float64; -inf would make NaN of 0 x -inf."""
 
 
 def vocabulary_ends(model: PreTrainedModel) -> list[Any]:
@@ -106,65 +103,3 @@ class VocabularyShard:
         """Hidden states for this rank's part of the head: the gradients that all parts give them are summed."""
         states: Tensor = SumGradient.apply(hidden, self.group)  # type: ignore[no-untyped-call]
         return states
-
-    def score(
-        self, logits: Tensor, targets: Tensor, divisor: float, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs (and entropies) under the softmax over all ranks' logits (a collective call of the group).
-
-        With z the logits over ``divisor`` less their maximum over all ranks, s = sum e^z: a log-prob is z - log s, the
-        entropy log s - (sum e^z z) / s.
-
-        Args:
-            logits: Of this rank's tokens, ``[n, size]``.
-            targets: Token ids of the whole vocabulary, int64 ``[n]``, equal on all ranks.
-            divisor: The temperature, above 0.
-            with_entropy: Also return the entropies.
-
-        Returns:
-            ``[n]`` each, float32 (float64 for float64 logits), equal on all ranks; a log-prob is never above 0.
-        """
-        scored: tuple[Tensor, Tensor | None] = _Score.apply(  # type: ignore[no-untyped-call]
-            logits, targets, self, divisor, with_entropy
-        )
-        return scored
-
-
-class _Score(torch.autograd.Function):
-    """See ``VocabularyShard.score``; gradients of equal results on all ranks, by hand to save copies of the logits."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, shard: VocabularyShard, divisor: float, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / divisor
-        largest = scaled.amax(dim=-1)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.group)
-        scaled -= largest[:, None]
-        place, here = shard.place(targets, scaled.shape[-1])
-        picked = scaled.gather(-1, place[:, None]).squeeze(-1).masked_fill(~here, 0)
-        mass = scaled.clamp_(min=_NO_MASS).exp()
-        sums = [mass.sum(dim=-1), picked]
-        if with_entropy:
-            sums.append(mass.mul_(scaled).sum(dim=-1))
-        total = torch.stack(sums)
-        dist.all_reduce(total, group=shard.group)
-        log_sum = total[0].log()
-        entropy = log_sum - total[2] / total[0] if with_entropy else None
-        ctx.divisor, ctx.dtype = divisor, logits.dtype
-        ctx.save_for_backward(scaled, log_sum, entropy, place, here)
-        return total[1] - log_sum, entropy
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        # d log p_t / dz_i = [i = t] - p_i and dH / dz_i = -p_i (log p_i + H)
-        scaled, log_sum, entropy, place, here = ctx.saved_tensors
-        log_probs = scaled - log_sum[:, None]
-        probs = log_probs.exp()
-        if entropy is None:
-            gradient = probs.mul_(-gradients[0][:, None])
-        else:
-            inner = log_probs.add_(entropy[:, None]).mul_(gradients[1][:, None]).add_(gradients[0][:, None])
-            gradient = inner.mul_(probs).neg_()
-        gradient.scatter_add_(-1, place[:, None], (gradients[0] * here)[:, None])
-        return gradient.div_(ctx.divisor).to(ctx.dtype), None, None, None, None

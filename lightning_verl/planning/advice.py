@@ -102,6 +102,9 @@ def _update_remedies(plan: Plan, memory: RoleMemory) -> Iterator[tuple[int, str]
     if memory.model.checkpointing != "full":
         recomputed = replace(memory, model=replace(memory.model, checkpointing="full"))
         yield peak(memory) - peak(recomputed), "model.activation_checkpointing=full"
+    if not memory.model.offloads:
+        offloaded = replace(memory, model=replace(memory.model, offloads=True))
+        yield peak(memory) - peak(offloaded), "strategy.activation_offload=true"
     rows, sizes = memory.batch.micro_batch_tokens // plan.sizes.row_tokens, plan.sizes
     if rows > 1:
         tokens = -(-rows // 2) * sizes.row_tokens

@@ -69,6 +69,8 @@ class MicroBatchBudget:
             has_head=model.get_output_embeddings() is not None,
             cuts_vocabulary=bool(vocabulary_ends(model)),
             compiled=runs_compiled(self._modules[role]),
+            fused=True,
+            offloads=self._strategy.activation_offload and any(p.requires_grad for p in model.parameters()),
         )
 
 
@@ -80,8 +82,7 @@ def tokens_that_fit(model: RoleModel, tensor: int, free: int) -> int:
         tensor: Ranks of its tensor axis.
         free: Bytes.
     """
-    bytes_each = update_logit_bytes(model.compute_bytes, tensor > 1 and model.cuts_vocabulary)
-    logits = LOGIT_CHUNK * model.tokens_on(tensor) * bytes_each * model.has_head
+    logits = LOGIT_CHUNK * model.tokens_on(tensor) * update_logit_bytes(model, tensor) * model.has_head
     tokens = (int(USED_SHARE * free) - logits) // sum(activation_bytes(model, tensor))
     return max(LEAST_TOKENS, min(MOST_TOKENS, tokens // 256 * 256))
 

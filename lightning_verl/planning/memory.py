@@ -11,9 +11,11 @@ families; others are close)::
     4c m                                    feed-forward: gate, its activation, up, their product
     (4 + c)(q + k) + 4 (heads + kv heads)   norms of queries and keys, where there are any
 
+Compiled it keeps ``2c (h + q + k + m) + 4 heads + 8``, and of such norms ``c (q + k) + 4 (heads + kv heads)``.
 With ``"full"`` checkpointing it keeps ``c h``, its input; with ``"selective"`` also attention, ``o_proj`` and
 ``up_proj``: ``c (2h + q + m) + 4 heads``; one layer at a time then has everything. A list of suffixes counts as nothing
-being recomputed.
+being recomputed. Where activations are offloaded, what layers keep is in host memory but for two layers at a time and
+what ``staying_per_token`` says.
 
 FSDP2 holds the root unit (embedding, final norm, head) while the model runs, and of the layers the one that runs and,
 with several shards, the one that is being gathered, in the compute dtype. In the backward pass a unit's gradients exist
@@ -41,12 +43,15 @@ BLOCK = 256
 LOGIT_CHUNK = 1024
 """Tokens whose logits live at once, the default of ``logprobs_from_hidden``."""
 UPDATE_LOGIT_BYTES = 16
-"""Bytes for each logit of a chunk in its backward pass, entropy included, above the logit: four fp32 copies."""
+"""Bytes for each logit of a chunk in its backward pass, entropy included, above the logit: four fp32 copies. Compiled
+kernels make its gradient alone."""
 SCORE_LOGIT_BYTES = 4
-"""The same without gradients: an fp32 copy, and another where logits are converted or divided by a temperature."""
-PART_LOGIT_BYTES = {"score": 8, "update": 12}
-"""The same where a tensor axis cuts the vocabulary: without gradients, and in the backward pass. In bf16 the latter has
-the logit's gradient beside it, without gradients it is the logit itself."""
+"""The same without gradients: an fp32 copy, and another where logits are converted or divided by a temperature.
+Compiled kernels make none."""
+PART_LOGIT_BYTES = {"score": 8, "update": 9}
+"""The same where a tensor axis cuts the vocabulary: two fp32 copies, and in the backward pass a mask beside them."""
+LAYERS_ON_DEVICE = 2
+"""Layers whose activations are on the device at once where they are offloaded: waiting for their copies, or back."""
 PREFILL_TOKENS = 8192
 """Tokens of prompts that the native engine computes in one step on CUDA."""
 SAMPLE_BYTES = {
@@ -132,25 +137,68 @@ def kept_per_token(role: RoleModel, tensor: int) -> int:
     return saved_per_token(role.decoder, role.compute_bytes, tensor, role.compiled)
 
 
-def activation_bytes(role: RoleModel, tensor: int) -> tuple[int, int]:
-    """Bytes a position that wait for the backward pass, and bytes a position while one layer is in it."""
+def staying_per_token(role: RoleModel, tensor: int) -> int:
+    """Bytes a position of what a decoder layer keeps that never go to the host; all, where nothing is offloaded.
+
+    What goes is large tensors that autograd itself keeps. Sums of norms and softmax are small; what ``"selective"``
+    keeps goes of compiled layers only, of others the input alone; inputs of matrices that a tensor axis cuts are
+    DTensors.
+    """
+    c, q, _, m, heads, kv_heads = _widths(role.decoder, role.compute_bytes, tensor)
+    if not role.offloads:
+        return kept_per_token(role, tensor)
+    if role.checkpointing == "full":
+        return 0
+    if role.checkpointing == "selective":
+        return 4 * heads if role.compiled else kept_per_token(role, tensor) - c * role.decoder.hidden
+    sums = 4 * heads + 8 + (4 * (heads + kv_heads) if role.decoder.qk_norm else 0)
+    return sums + (c * (2 * role.decoder.hidden + q + m) if tensor > 1 else 0)
+
+
+def activation_bytes(role: RoleModel, tensor: int, waiting: float = 1.0) -> tuple[int, int]:
+    """Bytes a position that wait for the backward pass, and bytes a position while one layer is in it.
+
+    Args:
+        role: Whose they are.
+        tensor: Ranks of the tensor axis.
+        waiting: Micro-batches that wait at once.
+    """
     decoder, c = role.decoder, role.compute_bytes
     outside = (4 + 4 * c) * decoder.hidden  # final norm, embeddings, and the rows that predict responses
+    stays = staying_per_token(role, tensor)
+    comes_and_goes = min(LAYERS_ON_DEVICE, decoder.layers) * (kept_per_token(role, tensor) - stays)
     again = saved_per_token(decoder, c, tensor, role.compiled) if role.checkpointing in ("full", "selective") else 0
     whole = again + c * (2 * decoder.hidden + decoder.inner // tensor)
-    return decoder.layers * kept_per_token(role, tensor) + outside, whole
+    return math.ceil(waiting * (decoder.layers * stays + outside)) + comes_and_goes, whole
 
 
-def update_logit_bytes(compute_bytes: int, is_part: bool) -> int:
+def score_logit_bytes(role: RoleModel, tensor: int, temperature: float = 1.0) -> int:
+    """Bytes for each logit of a chunk in a pass without gradients.
+
+    Args:
+        role: Whose they are.
+        tensor: Ranks of the tensor axis.
+        temperature: What logits are divided by; 0 counts as 1.
+    """
+    c = role.compute_bytes
+    if role.fused:
+        return c
+    if tensor > 1 and role.cuts_vocabulary:
+        return PART_LOGIT_BYTES["score"] + c
+    return SCORE_LOGIT_BYTES * (1 if c == 4 and temperature in (0, 1) else 2) + c
+
+
+def update_logit_bytes(role: RoleModel, tensor: int) -> int:
     """Bytes for each logit of a chunk in its backward pass.
 
     Args:
-        compute_bytes: Bytes of a logit.
-        is_part: Whether a tensor axis cuts the vocabulary.
+        role: Whose they are.
+        tensor: Ranks of the tensor axis.
     """
-    if is_part:
-        return PART_LOGIT_BYTES["update"] + (compute_bytes if compute_bytes < 4 else 0)
-    return UPDATE_LOGIT_BYTES + compute_bytes
+    c = role.compute_bytes
+    if role.fused:
+        return 2 * c
+    return (PART_LOGIT_BYTES["update"] if tensor > 1 and role.cuts_vocabulary else UPDATE_LOGIT_BYTES) + c
 
 
 def running_per_token(decoder: Decoder, compute_bytes: int, tensor: int) -> int:
@@ -248,13 +296,11 @@ class RoleMemory:
         }
         if self._has_head:
             logits = min(LOGIT_CHUNK, self.batch.scoring_responses) * self._tokens
-            copied = SCORE_LOGIT_BYTES * (1 if c == 4 and temperature in (0, 1) else 2)
-            if self._is_part:
-                copied = PART_LOGIT_BYTES["score"]
+            bytes_each = score_logit_bytes(self.model, self.layout.tensor, temperature)
             moments["head"] = (
                 self._item("gathered units", c * (self._root + buffers * self._layer)),
                 self._item("activations", self.batch.scoring_responses * 2 * c * decoder.hidden),
-                self._item("logits", logits * (copied + c)),
+                self._item("logits", logits * bytes_each),
             )
         return moments
 
@@ -297,7 +343,7 @@ class RoleMemory:
                 *accumulated,
                 self._item("gathered units", c * (self._root + (self._in_flight - 1) * self._layer)),
                 self._item("activations", layers),
-                self._item("logits", logits * update_logit_bytes(c, self._is_part)),
+                self._item("logits", logits * update_logit_bytes(model, self.layout.tensor)),
                 self._item("gradients on their way", chunks * head_gradient),
             )
         return moments
@@ -305,9 +351,15 @@ class RoleMemory:
     def activations(self) -> tuple[int, int]:
         """Bytes that wait for the backward pass, and bytes while one layer is in it."""
         here = replace(self.model, decoder=replace(self.model.decoder, layers=self._layers))
-        layers, whole = activation_bytes(here, self.layout.tensor)
+        layers, whole = activation_bytes(here, self.layout.tensor, self.waiting)
         tokens = self.batch.micro_batch_tokens
-        return math.ceil(self.waiting * tokens * layers), tokens * whole
+        return tokens * layers, tokens * whole
+
+    @property
+    def on_host(self) -> int:
+        """Bytes of activations that lie in host memory before the backward pass begins."""
+        tensor, tokens = self.layout.tensor, math.ceil(self.waiting * self.batch.micro_batch_tokens)
+        return tokens * self._layers * (kept_per_token(self.model, tensor) - staying_per_token(self.model, tensor))
 
     # ---- rollout -----------------------------------------------------------------------------------------------------
 
@@ -410,11 +462,6 @@ class RoleMemory:
     def _tokens(self) -> int:
         """Tokens that the rank makes logits of."""
         return self.model.tokens_on(self.layout.tensor)
-
-    @property
-    def _is_part(self) -> bool:
-        """Whether these are a part of the vocabulary."""
-        return self.layout.tensor > 1 and self.model.cuts_vocabulary
 
     @property
     def _moments_in_fp32(self) -> int:

@@ -136,6 +136,10 @@ class RoleModel:
     """Whether a tensor axis cuts embedding and head."""
     compiled: bool = False
     """Whether its decoder layers run compiled."""
+    fused: bool = False
+    """Whether its log-probs come from logits in compiled kernels, as on CUDA."""
+    offloads: bool = False
+    """Whether what its decoder layers keep for their backward pass lies in host memory meanwhile."""
     costs: Costs = Costs(())
     """What its parts cost, for a cut into stages."""
     stage_layers: tuple[int, ...] = ()

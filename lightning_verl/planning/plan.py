@@ -16,6 +16,7 @@ from lightning_verl.config import (
     role_sources,
     trained_role_options,
 )
+from lightning_verl.parallel.compiling import compiling_problem
 from lightning_verl.parallel.expert import check_experts
 from lightning_verl.parallel.tensor import tensor_parallel_problems
 from lightning_verl.pipeline.order import chunks_of, micro_batches_kept, rows_problem
@@ -23,7 +24,7 @@ from lightning_verl.pipeline.stages import staging_problems
 from lightning_verl.planning.batch import BatchSizes, RoleBatch
 from lightning_verl.planning.budget import MOST_TOKENS
 from lightning_verl.planning.memory import RESHARDING, Item, Moment, Phase, RoleMemory
-from lightning_verl.planning.model import build_on_meta, describe, model_config
+from lightning_verl.planning.model import RoleModel, build_on_meta, describe, model_config
 from lightning_verl.planning.shards import Placement, same_grid
 from lightning_verl.planning.traffic import HOST_RANKS
 from lightning_verl.roles.actor import Actor
@@ -93,6 +94,8 @@ class Plan:
     """Batches."""
     roles: dict[str, RoleMemory]
     """The roles with weights."""
+    as_written: dict[str, str]
+    """Those whose decoder layers do not run compiled, and why."""
     memory: tuple[RankMemory, ...]
     """Kinds of ranks."""
     received: tuple[int, ...]
@@ -123,10 +126,8 @@ def make_plan(config: TrainConfig, ranks: int | None = None, hardware: Hardware 
     precision = HybridPrecision(config.precision)
     modules = {role: _on_meta(role, source, config, precision) for role, source in sources.items()}
     _check_models(modules, layouts, sizes, chunks_of(config.strategy.pipeline_schedule))
-    models = {
-        role: describe(module, precision, getattr(module, "activation_checkpointing", None), config.optimizer.name)
-        for role, module in modules.items()
-    }
+    as_written = _as_written(config, modules, layouts)
+    models = {role: _describe(module, config, precision, role not in as_written) for role, module in modules.items()}
     roles = {}
     for role, model in models.items():
         layout, as_the_actor = layouts[role], same_grid(layouts["actor"], layouts[role])
@@ -146,6 +147,7 @@ def make_plan(config: TrainConfig, ranks: int | None = None, hardware: Hardware 
         layouts=layouts,
         sizes=sizes,
         roles=roles,
+        as_written=as_written,
         memory=_memory(config, algorithm, sizes, roles),
         received=tuple(roles["actor"].received) if algorithm.needs_reward else (),
     )
@@ -330,6 +332,22 @@ def _on_meta(role: str, source: str, config: TrainConfig, precision: HybridPreci
     kinds = {"actor": Actor, "critic": Critic, "reference": Reference}
     options = {} if role == "reference" else trained_role_options(config)
     return build_on_meta(lambda: kinds[role](shapes, **options), precision)
+
+
+def _as_written(config: TrainConfig, modules: Mapping[str, Any], layouts: Mapping[str, RoleLayout]) -> dict[str, str]:
+    """The roles whose decoder layers do not run compiled on GPUs, and why."""
+    if config.strategy.compile_layers is False:
+        return dict.fromkeys(modules, "strategy.compile_layers=false")
+    problems = {role: compiling_problem(module, layouts[role].tensor > 1) for role, module in modules.items()}
+    return {role: problem for role, problem in problems.items() if problem is not None}
+
+
+def _describe(module: Any, config: TrainConfig, precision: HybridPrecision, compiled: bool) -> RoleModel:
+    """The shapes of a role, and how it runs on GPUs."""
+    checkpointing = getattr(module, "activation_checkpointing", None)
+    model = describe(module, precision, checkpointing, config.optimizer.name)
+    offloads = config.strategy.activation_offload and model.is_trained
+    return replace(model, compiled=compiled, fused=True, offloads=offloads)
 
 
 def _memory(

@@ -20,7 +20,7 @@ WIDTH = 110
 
 def report(plan: Plan) -> str:
     """The whole report, which ends in a line break."""
-    parts = [_head, _layouts, _batches, _pipelines, _training, _memory, _traffic, _advice]
+    parts = [_head, _layouts, _batches, _pipelines, _layers, _training, _memory, _traffic, _advice]
     texts = ["\n".join(part(plan)) for part in parts]
     return "\n\n".join(filter(None, texts)) + "\n"
 
@@ -132,6 +132,15 @@ def _pipelines(plan: Plan) -> Iterator[str]:
                 f"{'':<13}{count} micro-batches of a mini-batch, of each {gigabytes(hidden)} each way between stages; "
                 f"the bubble is {bubble:.0%} at least"
             )
+
+
+def _layers(plan: Plan) -> Iterator[str]:
+    yield "On GPUs (log-probs come from logits in compiled kernels), decoder layers run"
+    for role in plan.roles:
+        reason = plan.as_written.get(role)
+        line = f"  {role:<10} " + ("compiled" if reason is None else f"as they are written: {reason}")
+        on_host = max(plan.role_on(role, kind).on_host for kind in plan.memory if role in kind.roles)
+        yield line + (f"; {gib(on_host)} GiB of activations in host memory" if on_host else "")
 
 
 def _training(plan: Plan) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,7 +14,8 @@ from torch._dynamo.utils import counters
 from lightning_verl import Actor
 from lightning_verl.data.experience import RolloutBatch
 from lightning_verl.data.microbatches import MicroBatches, Packing
-from lightning_verl.models.fused_logprobs import TokenFigures
+from lightning_verl.models import fused_logprobs
+from lightning_verl.models.fused_logprobs import TokenFigures, _figures, _gradient, _largest, _sums
 from lightning_verl.parallel import offloading
 from lightning_verl.parallel.layers import prepare_layers
 from lightning_verl.testing import char_tokenizer, tiny_model, tiny_rollouts
@@ -111,21 +112,71 @@ def test_compiled_layers_change_nothing(
         assert not counters["graph_break"]
 
 
+VOCABULARY = 151_936
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Logits of so many tokens, and what a softmax in double precision makes of them."""
+
+    logits: Tensor
+    targets: Tensor
+    mix: Tensor
+    """What log-probs and entropies are multiplied by, ``[2, rows]``, before all of it is added up."""
+    figures: Tensor
+    """Log-probs and entropies, ``[2, rows]``."""
+    gradient: Tensor
+    """That of the sum."""
+
+    @classmethod
+    def of(cls, rows: int, dtype: torch.dtype) -> Exact:
+        """Random logits at temperature 0.7."""
+        generator = torch.Generator(DEVICE).manual_seed(rows)
+        logits = (4 * torch.randn(rows, VOCABULARY, device=DEVICE, generator=generator)).to(dtype)
+        targets = torch.randint(0, VOCABULARY, (rows,), device=DEVICE, generator=generator)
+        mix = torch.randn(2, rows, device=DEVICE, generator=generator)
+        exact = logits.double().requires_grad_()
+        log_probs = torch.log_softmax(exact / 0.7, -1)
+        figures = torch.stack([log_probs.gather(1, targets[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)])
+        (gradient,) = torch.autograd.grad((figures * mix).sum(), exact)
+        return cls(logits, targets, mix, figures.detach(), gradient)
+
+    def check(self, figures: Tensor, gradient: Tensor) -> None:
+        """Hold results against it."""
+        torch.testing.assert_close(figures.double(), self.figures, atol=1e-5, rtol=1e-5)
+        bound = 2e-6 if self.logits.dtype == torch.float32 else 4e-3
+        assert gradient.dtype == self.logits.dtype
+        assert float((gradient.double() - self.gradient).norm() / self.gradient.norm()) < bound
+        assert (figures[0] <= 0).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("rows", [1, 37, 1024])
 def test_compiled_logprobs_and_their_gradients(dtype: torch.dtype, rows: int) -> None:
-    generator = torch.Generator(DEVICE).manual_seed(rows)
-    logits = (4 * torch.randn(rows, 151_936, device=DEVICE, generator=generator)).to(dtype).requires_grad_()
-    targets = torch.randint(0, 151_936, (rows,), device=DEVICE, generator=generator)
-    mix = torch.randn(2, rows, device=DEVICE, generator=generator)
-    actual = torch.stack(TokenFigures.apply(logits, targets, 1 / 0.7))
-    (gradient,) = torch.autograd.grad((actual * mix).sum(), logits)
-    exact = logits.detach().double().requires_grad_()
-    log_probs = torch.log_softmax(exact / 0.7, -1)
-    expected = torch.stack([log_probs.gather(1, targets[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)])
-    (by_autograd,) = torch.autograd.grad((expected * mix).sum(), exact)
-    torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
-    assert float((gradient.double() - by_autograd).norm() / by_autograd.norm()) < (
-        2e-6 if rows and dtype == torch.float32 else 4e-3
-    )
-    assert (actual[0] <= 0).all()
+    exact = Exact.of(rows, dtype)
+    logits = exact.logits.requires_grad_()
+    figures = torch.stack(TokenFigures.apply(logits, exact.targets, 1 / 0.7))
+    exact.check(figures, *torch.autograd.grad((figures * exact.mix).sum(), logits))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_compiled_parts_of_the_vocabulary(dtype: torch.dtype) -> None:
+    """Two uneven parts as on two ranks; maxima and sums, which these would reduce, are put together here."""
+    exact, scale, cut = Exact.of(37, dtype), 1 / 0.7, 80_000
+    parts = []
+    for logits, start in ((exact.logits[:, :cut].contiguous(), 0), (exact.logits[:, cut:].contiguous(), cut)):
+        places = exact.targets - start
+        here = (places >= 0) & (places < logits.shape[1])
+        parts.append((logits, places.masked_fill(~here, 0), here))
+    assert all(here.any() for *_, here in parts)
+    kernels = {
+        function: fused_logprobs._kernel(function, "cuda") for function in (_largest, _sums, _figures, _gradient)
+    }
+    largest = torch.maximum(*(kernels[_largest](logits, scale) for logits, *_ in parts))
+    sums = [torch.stack(kernels[_sums](logits, places, scale, largest, here)) for logits, places, here in parts]
+    logprobs, entropy, log_sum = kernels[_figures](*(sums[0] + sums[1]).unbind())
+    gradients = [
+        kernels[_gradient](logits, places, scale, here, largest, log_sum, entropy, *exact.mix)
+        for logits, places, here in parts
+    ]
+    exact.check(torch.stack([logprobs, entropy]), torch.cat(gradients, -1))

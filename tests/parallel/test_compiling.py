@@ -299,9 +299,10 @@ def test_layers_with_a_cache_are_not_compiled() -> None:
 def problem_on_a_tensor_axis() -> str | None:
     dist.init_process_group("gloo")
     model = tiny_model("llama")
+    assert compiling.compiling_problem(model, is_cut=False) is None
     apply_tensor_parallel(model, init_device_mesh("cpu", (2,), mesh_dim_names=("actor_tensor",)))
     assert not compile_layers(model)
-    return compiling._problem(model, decoder_layers(model))
+    return compiling.compiling_problem(model, is_cut=True)
 
 
 def test_matrices_on_a_tensor_axis_are_not_compiled() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_verl.models.fused_logprobs import TokenFigures
 from lightning_verl.models.logprobs import entropy_from_logits, logprobs_from_hidden, logprobs_from_logits
 from lightning_verl.parallel.tensor import apply_tensor_parallel
 from lightning_verl.parallel.vocabulary import VocabularyShard, cut_vocabulary, vocabulary_ends
@@ -74,7 +75,7 @@ def test_parts_give_what_the_whole_gives(ranks: int, chunk_size: int, temperatur
 def by_hand() -> tuple[Tensor, Tensor, Tensor]:
     shard, own = own_shard(4)
     logits = torch.tensor([[2.0, 1.0, 0.0, -torch.inf], [2.0, 1.0, 0.0, -torch.inf]])[:, own].clone().requires_grad_()
-    logprobs, entropy = shard.score(logits, torch.tensor([0, 2]), 2.0, with_entropy=True)
+    logprobs, entropy = TokenFigures.apply(logits, torch.tensor([0, 2]), 0.5, shard)
     (logprobs + entropy).sum().backward()
     return logprobs.detach(), entropy.detach(), logits.grad
 
@@ -90,7 +91,7 @@ def test_a_softmax_over_two_ranks_by_hand() -> None:
 def extremes() -> tuple[Tensor, torch.dtype, torch.dtype]:
     shard, own = own_shard(50)
     logits = torch.randn(2000, 50, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 4, 2000)[:, None]
-    scored, _ = shard.score(logits[:, own], logits.argmax(-1), 1.0, with_entropy=False)
+    scored, _ = TokenFigures.apply(logits[:, own], logits.argmax(-1), 1.0, shard)
     hidden, weight, targets = inputs(torch.bfloat16)
     shard, own = own_shard()
     part = weight.detach()[own].clone().requires_grad_()

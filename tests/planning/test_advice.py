@@ -83,6 +83,10 @@ def test_a_phase_that_does_not_fit_says_by_how_much_and_what_to_change(large: Tr
     kept = make_plan(replace(large, model=replace(large.model, activation_checkpointing="full")), 64, Hardware(76.0))
     saved = (update.bytes - kept.memory[0].phases[-1].peak.bytes) / 2**30
     assert f"model.activation_checkpointing=full (-{saved:.2f} GiB)" in line
+    away = make_plan(strategy(without, activation_offload=True), 64, Hardware(76.0))
+    saved = (update.bytes - away.memory[0].phases[-1].peak.bytes) / 2**30
+    assert f"strategy.activation_offload=true (-{saved:.2f} GiB)" in line
+    assert not any("activation_offload" in line for line in texts(away, "fit"))
     smaller = make_plan(batch(without, max_tokens_per_micro_batch=8192), 64, Hardware(76.0))
     saved = (update.bytes - smaller.memory[0].phases[-1].peak.bytes) / 2**30
     assert f"batch.max_tokens_per_micro_batch=8192 (-{saved:.2f} GiB)" in line

@@ -26,7 +26,16 @@ def test_tokens_by_hand() -> None:
     assert tokens_that_fit(model, 1, 10**12) == 16_384
     assert tokens_that_fit(model, 1, -(10**9)) == 512
     # Compiled a layer keeps 8 (64 + 64 + 32 + 128) + 16 + 8 = 2,328: together 6,960, so 3,071 tokens.
-    assert tokens_that_fit(replace(model, compiled=True), 1, 30_000_000) == 2_816
+    compiled = replace(model, compiled=True)
+    assert tokens_that_fit(compiled, 1, 30_000_000) == 2_816
+    # Logits in compiled kernels, 1,024 x 128 x 8 = 1,048,576: 3,297 tokens.
+    assert tokens_that_fit(replace(compiled, fused=True), 1, 30_000_000) == 3_072
+    # Two layers are on the device in any case, so that offloading two saves nothing, and of ten all but 24 of eight:
+    # 10 x 24 + 2 x 2,304 + 1,280 + 1,024 = 7,152, so 3,209 tokens.
+    ten = replace(compiled, fused=True, offloads=True, decoder=replace(model.decoder, layers=10))
+    assert tokens_that_fit(replace(ten, decoder=model.decoder), 1, 30_000_000) == 3_072
+    assert tokens_that_fit(ten, 1, 30_000_000) == 3_072
+    assert tokens_that_fit(replace(ten, offloads=False), 1, 30_000_000) == 768
 
 
 def ranks_agree() -> tuple[int, int]:
@@ -55,6 +64,10 @@ def test_what_the_first_update_makes_is_not_free(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 300_000)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
     strategy._resolve(1)
+    described = MicroBatchBudget(strategy, {"actor": actor}, {})._describe("actor", actor.model)
+    assert (described.fused, described.compiled, described.offloads) == (True, False, False)
+    strategy.activation_offload = True
+    assert MicroBatchBudget(strategy, {"actor": actor}, {})._describe("actor", actor.model).offloads
     models = RewardEnsemble([Reward(tiny_config("llama")) for _ in range(3)])
     assert MicroBatchBudget(strategy, {"reward": models}, {}).of("reward") == 16_384  # its models are not one
     assert MicroBatchBudget(strategy, {"actor": actor}, {}).of("actor") == 512

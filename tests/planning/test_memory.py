@@ -26,7 +26,6 @@ from lightning_verl.parallel.vocabulary import VocabularyShard
 from lightning_verl.planning.batch import BatchSizes, RoleBatch
 from lightning_verl.planning.memory import (
     LOGIT_CHUNK,
-    PART_LOGIT_BYTES,
     SAMPLE_BYTES,
     SCORE_LOGIT_BYTES,
     UPDATE_LOGIT_BYTES,
@@ -34,6 +33,7 @@ from lightning_verl.planning.memory import (
     kept_per_token,
     running_per_token,
     saved_per_token,
+    score_logit_bytes,
     update_logit_bytes,
 )
 from lightning_verl.planning.model import Decoder, build_on_meta, describe
@@ -174,12 +174,22 @@ def test_logits_of_a_chunk(dtype: torch.dtype, temperature: float) -> None:
     score = partial(logprobs_from_hidden, hidden, weight, targets, temperature, chunk_size=chunk)
     with torch.no_grad(), Peak() as scoring:
         score()
-    copies = 1 if (dtype, temperature) == (torch.float32, 1.0) else 2
-    planned = copies * SCORE_LOGIT_BYTES + dtype.itemsize
+    model = model_of("32-true" if dtype == torch.float32 else "bf16-mixed")
+    planned = score_logit_bytes(model, 1, temperature)
+    assert planned == (2 if (dtype, temperature) != (torch.float32, 1.0) else 1) * SCORE_LOGIT_BYTES + dtype.itemsize
     assert scoring.most / (chunk * vocabulary) == pytest.approx(planned, rel=0.05)
     with Peak() as update:
         score(with_entropy=True)[0].sum().backward()
-    assert update.most / (chunk * vocabulary) == pytest.approx(UPDATE_LOGIT_BYTES + dtype.itemsize, rel=0.05)
+    assert update_logit_bytes(model, 1) == UPDATE_LOGIT_BYTES + dtype.itemsize
+    assert update.most / (chunk * vocabulary) == pytest.approx(update_logit_bytes(model, 1), rel=0.05)
+
+
+def test_logits_of_a_chunk_in_compiled_kernels_by_hand() -> None:
+    # The logits alone, 4 bytes each; in the backward pass their gradient beside them. In bf16 half of that.
+    for precision, size in (("32-true", 4), ("bf16-mixed", 2)):
+        model = replace(model_of(precision), fused=True)
+        for tensor in (1, 2):
+            assert (score_logit_bytes(model, tensor, 0.7), update_logit_bytes(model, tensor)) == (size, 2 * size)
 
 
 def logit_bytes_of_a_part(dtype: torch.dtype) -> tuple[float, float]:
@@ -201,8 +211,9 @@ def logit_bytes_of_a_part(dtype: torch.dtype) -> tuple[float, float]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_logits_of_a_part_of_a_chunk(dtype: torch.dtype) -> None:
     for scoring, update in run_ranks(logit_bytes_of_a_part, 2, dtype):
-        assert scoring == pytest.approx(PART_LOGIT_BYTES["score"] + dtype.itemsize, rel=0.05)
-        assert update == pytest.approx(update_logit_bytes(dtype.itemsize, is_part=True), rel=0.05)
+        model = model_of("32-true" if dtype == torch.float32 else "bf16-mixed")
+        assert scoring == pytest.approx(score_logit_bytes(model, 2), rel=0.05)
+        assert update == pytest.approx(update_logit_bytes(model, 2), rel=0.05)
 
 
 def test_the_chunk_is_the_one_of_the_models() -> None:

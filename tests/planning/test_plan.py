@@ -23,7 +23,7 @@ from lightning_verl.config import (
     TrainConfig,
     read_config,
 )
-from lightning_verl.planning.memory import SAMPLE_BYTES
+from lightning_verl.planning.memory import SAMPLE_BYTES, kept_per_token
 from lightning_verl.planning.model import build_on_meta
 from lightning_verl.planning.plan import Hardware, Plan, default_ranks, make_plan
 from lightning_verl.planning.report import draw, report
@@ -206,6 +206,45 @@ def test_gradients_and_optimizer_state_are_shown_with_an_adapter_and_in_8_bits(m
     small = make_plan(replace(grpo, model=lora, optimizer=OptimizerConfig(name="adamw8bit")))
     assert (small.roles["actor"].trained, small.roles["actor"].optimizer) == (65_536, 4 * 2 * 5_184)
     assert heading + "0.1 MiB and 0.0 MiB, moments in 8 bits\n" in report(small)
+
+
+def layers_of(plan: Plan) -> list[str]:
+    """The lines on how layers run."""
+    lines = report(plan).splitlines()
+    start = lines.index("On GPUs (log-probs come from logits in compiled kernels), decoder layers run") + 1
+    return lines[start : lines.index("", start)]
+
+
+def test_how_layers_run_is_said_and_counted(model: str) -> None:
+    cut = ": their matrices are cut over a tensor axis, and torch cannot compile DTensors of changing size"
+    plan = make_plan(config(model))
+    assert layers_of(plan) == [
+        f"  actor      as they are written{cut}",
+        "  critic     compiled",
+        f"  reference  as they are written{cut}",
+    ]
+    # h = 64, q = 64, k = 32, m = 128, 4 heads, 2 for keys and values: over two tensor ranks (8 + 16) 64 + 8 + 4 (64 +
+    # 32) + 8 + 16 x 64 = 2,960, and of QK-norm 8 x 48 + 4 x 3 = 396; compiled 8 x 288 + 16 + 8 = 2,328, and of QK-norm
+    # 4 x 96 + 4 x 6 = 408.
+    kept = {role: kept_per_token(memory.model, memory.layout.tensor) for role, memory in plan.roles.items()}
+    assert kept == {"actor": 2_960 + 396, "critic": 2_328 + 408, "reference": 2_960 + 396}
+    head = {moment.name: moment for moment in plan.memory[0].phases[-1].moments}["backward of the head"]
+    (logits,) = [item.bytes for item in head.items if item.what == "logits"]
+    assert logits == 2 * 8 * 64 * 8, "two rows of 8 tokens, half of the vocabulary, logits and their gradient"
+    written = make_plan(config(model, strategy=replace(config(model).strategy, compile_layers=False)))
+    assert layers_of(written)[1] == "  critic     as they are written: strategy.compile_layers=false"
+    # 24 x 64 + 8 + 4 x 192 + 16 + 16 x 128 = 4,376, and of QK-norm 8 x 96 + 4 x 6 = 792
+    assert kept_per_token(written.roles["critic"].model, 1) == 4_376 + 792
+
+
+def test_offloaded_activations_are_on_the_host(model: str) -> None:
+    one = StrategyConfig(activation_offload=True)
+    run = config(model, strategy=one, batch=BatchConfig(512, 512, max_tokens_per_micro_batch=8192))
+    plan = make_plan(replace(run, model=ModelConfig(model, activation_checkpointing="full")))
+    # 8,192 tokens x 2 layers x 4 x 64 bytes are 4 MiB. A reference keeps nothing.
+    assert [memory.on_host for memory in plan.roles.values()] == [4 * 2**20, 4 * 2**20, 0]
+    assert layers_of(plan)[0] == "  actor      compiled; 0.00 GiB of activations in host memory"
+    assert layers_of(plan)[2] == "  reference  compiled"
 
 
 # ---- 1,024 ranks -----------------------------------------------------------------------------------------------------
