@@ -25,6 +25,7 @@ LIBRARY_THREADS = (
 LIBRARY_VARIABLES = frozenset(
     {
         "CUBLAS_WORKSPACE_CONFIG",  # Lightning, for deterministic runs
+        "CUDA_MODULE_LOADING",  # torch, when it first uses a GPU
         "KMP_DUPLICATE_LIB_OK",  # OpenMP, at import
         "KMP_INIT_AT_FORK",  # OpenMP, at import
         "PL_GLOBAL_SEED",  # fabric.seed_everything

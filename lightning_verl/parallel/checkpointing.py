@@ -1,8 +1,8 @@
 """Activation checkpointing, never re-entrant: a layer's forward is run again in the backward instead of being kept.
 
-``"full"`` keeps only the input of each decoder layer. ``"selective"`` also keeps the outputs that cost most to
-recompute for their size: attention, ``o_proj`` and ``up_proj``. A list of module-name suffixes checkpoints just those
-modules.
+``"full"`` keeps only the input of each decoder layer. ``"selective"`` also keeps attention: its output, and those of
+the matrices around it, which are as narrow as the residual stream. What it recomputes are norms and the MLP's wide
+part. A list of module-name suffixes checkpoints just those modules.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_verl.parallel.structure import decoder_layers
 
 ActivationCheckpointing = Literal["selective", "full"] | Sequence[str] | None
 
-_KEPT_MODULES = ("o_proj", "up_proj")
+_KEPT_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 

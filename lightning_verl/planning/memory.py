@@ -12,10 +12,10 @@ families; others are close)::
     (4 + c)(q + k) + 4 (heads + kv heads)   norms of queries and keys, where there are any
 
 Compiled it keeps ``2c (h + q + k + m) + 4 heads + 8``, and of such norms ``c (q + k) + 4 (heads + kv heads)``.
-With ``"full"`` checkpointing it keeps ``c h``, its input; with ``"selective"`` also attention, ``o_proj`` and
-``up_proj``: ``c (2h + q + m) + 4 heads``; one layer at a time then has everything. A list of suffixes counts as nothing
-being recomputed. Where activations are offloaded, what layers keep is in host memory but for two layers at a time and
-what ``staying_per_token`` says.
+With ``"full"`` checkpointing it keeps ``c h``, its input; with ``"selective"`` also attention and the outputs of the
+matrices around it: ``2c (h + q + k) + 4 heads``; one layer at a time then has everything. A list of suffixes counts as
+nothing being recomputed. Where activations are offloaded, what layers keep is in host memory but for two layers at a
+time and what ``staying_per_token`` says.
 
 FSDP2 holds the root unit (embedding, final norm, head) while the model runs, and of the layers the one that runs and,
 with several shards, the one that is being gathered, in the compute dtype. In the backward pass a unit's gradients exist
@@ -129,11 +129,11 @@ def saved_per_token(decoder: Decoder, compute_bytes: int, tensor: int, compiled:
 
 def kept_per_token(role: RoleModel, tensor: int) -> int:
     """Bytes a position that a decoder layer keeps under the role's activation checkpointing."""
-    c, q, _, m, heads, _ = _widths(role.decoder, role.compute_bytes, tensor)
+    c, q, k, _, heads, _ = _widths(role.decoder, role.compute_bytes, tensor)
     if role.checkpointing == "full":
         return c * role.decoder.hidden
     if role.checkpointing == "selective":
-        return c * (2 * role.decoder.hidden + q + m) + 4 * heads
+        return 2 * c * (role.decoder.hidden + q + k) + 4 * heads
     return saved_per_token(role.decoder, role.compute_bytes, tensor, role.compiled)
 
 
