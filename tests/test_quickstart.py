@@ -42,12 +42,13 @@ TINY = Quickstart(
 # ---- task ------------------------------------------------------------------------------------------------------------
 
 
-def test_rows_are_digits_and_the_same_in_order() -> None:
+def test_rows_are_different_digits_and_the_same_in_order() -> None:
     split = make_split(seed=3, training=200, held_out=50)
     assert len(split.training) == 200
     assert len({row["prompt"] for row in split.held_out}) == 50
     for row in [*split.training, *split.held_out]:
         assert re.fullmatch(r"\d{3,6}>", row["prompt"])
+        assert len(set(row["prompt"])) == len(row["prompt"])
         assert row["answer"] == "".join(sorted(row["prompt"][:-1]))
     assert {len(row["answer"]) for row in split.training} == {3, 4, 5, 6}
 
@@ -58,7 +59,7 @@ def test_equal_seeds_give_equal_rows_and_others_do_not() -> None:
 
 
 def test_training_never_sees_a_held_out_prompt() -> None:
-    split = make_split(seed=0, training=20_000, held_out=512)  # 128 of the 1000 prompts with three digits are held out
+    split = make_split(seed=0, training=20_000, held_out=512)  # 128 of the 720 prompts with three digits are held out
     assert not {row["prompt"] for row in split.training} & {row["prompt"] for row in split.held_out}
     with pytest.raises(ValueError, match="Split: 1 prompts, such as '312>', are both in training and held out"):
         Split([{"prompt": "312>", "answer": "123"}], [{"prompt": "312>", "answer": "123"}])
@@ -270,7 +271,7 @@ def test_the_model_learns_from_rewards(tmp_path: Path) -> None:
     assert LAST_LINE.fullmatch(line)
     before, after = map(float, re.findall(r"[01]\.\d\d", line))
     assert before <= 0.75
-    assert after >= before + 0.2
+    assert after >= 0.97
 
 
 def test_an_engine_without_its_library_is_a_usage_error(

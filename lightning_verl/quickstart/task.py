@@ -1,4 +1,8 @@
-"""The task of the quick start: write the digits of the prompt in ascending order, ``"3142>"`` to ``"1234"``."""
+"""The task of the quick start: write the digits of the prompt in ascending order, ``"3142>"`` to ``"1234"``.
+
+No digit comes twice in a prompt: with nothing to count, a run ends near an accuracy of 1. Layouts differ by rounding,
+which lets their samples part; were the end below the top, it would scatter with them as it does with seeds.
+"""
 
 from __future__ import annotations
 
@@ -67,6 +71,6 @@ def make_split(seed: int, training: int, held_out: int) -> Split:
 
 def _draw(rng: random.Random, excluded: Collection[str]) -> Row:
     while True:
-        digits = "".join(rng.choices("0123456789", k=rng.randint(SHORTEST, LONGEST)))
+        digits = "".join(rng.sample("0123456789", k=rng.randint(SHORTEST, LONGEST)))
         if f"{digits}>" not in excluded:
             return {"prompt": f"{digits}>", "answer": "".join(sorted(digits))}
