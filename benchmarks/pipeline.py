@@ -1,10 +1,12 @@
 """Measures updates of one model on two ranks: cut by layers, beside cut over data and cut by matrices.
 
     python benchmarks/pipeline.py --output docs/benchmarks/pipeline.json
+    python benchmarks/pipeline.py --only data tensor
     python benchmarks/pipeline.py --table-only
 
-The first line starts every run by itself (`torchrun`, one after the other) and writes the JSON file. The second one
-measures nothing and writes the page docs/benchmarks/pipeline.md. On CPUs (gloo) it runs too, on a tiny model.
+The first line starts every run by itself (`torchrun`, one after the other) and writes the JSON file, after each. With
+``--only`` other runs stay in the file as they are. The last line measures nothing and writes the page
+docs/benchmarks/pipeline.md. On CPUs (gloo) it runs too, on a tiny model.
 """
 
 from __future__ import annotations
@@ -60,6 +62,11 @@ class Case:
     schedule: str = "1f1b"
     """The order of micro-batches, where there are stages."""
 
+    @property
+    def name(self) -> str:
+        """On the command line."""
+        return self.schedule if self.mesh[2] > 1 else "tensor" if self.mesh[1] > 1 else "data"
+
 
 CASES = (
     Case((1, 1, 2, 1), "1f1b"),
@@ -88,7 +95,7 @@ class Work:
     """What is recomputed."""
 
 
-WORKS = {"tiny": Work("tiny", 16, 8, 48, 64), "7B": Work("7B", 64, 256, 2048, 8192, "selective")}
+WORKS = {"tiny": Work("tiny", 16, 8, 48, 64), "7B": Work("7B", 32, 256, 2048, 8192, "full")}
 
 
 @dataclass(frozen=True)
@@ -195,22 +202,28 @@ def train(case: Case, work: Work, steps: int) -> tuple[Run, str] | None:
     return run, name
 
 
-def measure(work: Work, steps: int, note: str, output: Path) -> Result:
-    """Start every run and collect what it measured; the file is written after each."""
+def measure(work: Work, steps: int, note: str, output: Path, names: Sequence[str]) -> Result:
+    """Start every run that was asked for and collect what it measured; the file is written after each."""
     result = Result("", work, [], torch.__version__, note)
+    if output.exists() and (before := load(output)).work == work:  # else runs do not compare
+        result = replace(before, note=note or before.note)
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(len(CASES)):
+        for number, case in enumerate(CASES):
+            if case.name not in names:
+                continue
             part = Path(folder) / f"{number}.json"
             words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
             words += ["--worker", str(number), "--output", str(part), "--work", json.dumps(asdict(work))]
             words += ["--steps", str(steps)]
             status = subprocess.run([sys.executable, *words], env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
             if status:  # the others go on
-                print(f"{CASES[number]}: its processes ended with status {status}", file=sys.stderr, flush=True)
+                print(f"{case.name}: its processes ended with status {status}", file=sys.stderr, flush=True)
                 continue
             entry = json.loads(part.read_text())
-            result = replace(result, device=entry.pop("device"), runs=[*result.runs, _run(entry)])
+            result = replace(result, device=entry.pop("device"))
+            runs = {run.case: run for run in result.runs} | {case: _run(entry)}
+            result = replace(result, runs=[runs[other] for other in CASES if other in runs])
             output.write_text(json.dumps(asdict(result), indent=2) + "\n")
     return result
 
@@ -259,10 +272,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, default=RESULTS, help="the JSON file")
     parser.add_argument("--table-only", action="store_true", help="measure nothing, only write the page again")
     parser.add_argument("--model", choices=tuple(WORKS), default="7B", help="what is trained")
+    names = [case.name for case in CASES]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="runs to measure; others stay")
     parser.add_argument("--rows", type=int, help="rows of an update")
     parser.add_argument("--micro-batch-tokens", type=int, help="most tokens of a micro-batch")
     parser.add_argument("--checkpointing", choices=("selective", "full"), help="what is recomputed")
-    parser.add_argument("--steps", type=int, default=4, help="updates of each run; the first does not count")
+    parser.add_argument("--steps", type=int, default=3, help="updates of each run; the first does not count")
     parser.add_argument("--note", default="", help="a sentence for the page, on the circumstances of the run")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
@@ -285,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "checkpointing": options.checkpointing,
         }
         work = replace(WORKS[options.model], **{name: value for name, value in given.items() if value is not None})
-        print(page(measure(work, options.steps, options.note, options.output)))
+        print(page(measure(work, options.steps, options.note, options.output, options.only)))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ LIBRARY_VARIABLES = frozenset(
         "PYTORCH_NVML_BASED_CUDA_CHECK",  # Lightning, at import
         "TORCHINDUCTOR_CACHE_DIR",  # torch's compiler, at import
         "TRITON_CACHE_DIR",  # torch's compiler, at import
+        "TRITON_PTXAS_PATH",  # torch's compiler, for its first kernel
+        "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",  # torch's compiler, while it tries out kernels
     }
 )
 """Variables that libraries set rightfully; they are restored all the same."""

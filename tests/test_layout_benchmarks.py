@@ -1,4 +1,4 @@
-"""benchmarks/reshard.py and scaling.py: they measure on gloo too, and their pages are what the kept results give."""
+"""benchmarks/reshard.py and scaling.py: they measure on gloo too. Pages are what the kept results give."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmark_scripts import load_script
 from lightning_verl.testing import run_ranks
 
 
-@pytest.mark.parametrize("name", ["reshard", "scaling"])
+@pytest.mark.parametrize("name", ["reshard", "scaling", "pipeline", "checkpointing"])
 def test_the_page_is_that_of_the_kept_result(name: str) -> None:
     script = load_script(name)
     assert script.PAGE.read_text() == script.page(script.load(script.RESULTS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,27 @@ def test_every_layout_makes_the_same_update() -> None:
         assert run["loss"] == pytest.approx(runs[0]["loss"], abs=1e-5)
         assert run["grad_norm"] == pytest.approx(runs[0]["grad_norm"], abs=1e-5)
         assert (run["bubble"] is not None) == (tuple(run["case"]["mesh"]) == (1, 1, 2, 1))
+
+
+def test_runs_that_were_not_asked_for_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load_script("pipeline")
+    started: list[int] = []
+
+    def run(words: list[str], **_: Any) -> Any:
+        number = int(words[words.index("--worker") + 1])
+        started.append(number)
+        if number == 3:
+            return subprocess.CompletedProcess(words, 1)
+        done = script.Run(script.CASES[number], 2.0 + len(started), 1000, None, None, 1.0, 1.0)
+        Path(words[words.index("--output") + 1]).write_text(json.dumps({**asdict(done), "device": "CPU"}))
+        return subprocess.CompletedProcess(words, 0)
+
+    monkeypatch.setattr(script.subprocess, "run", run)
+    output = tmp_path / "new" / "result.json"
+    script.main(["--model", "tiny", "--output", str(output), "--only", "tensor", "gpipe"])
+    script.main(["--model", "tiny", "--output", str(output), "--only", "data", "gpipe"])
+    assert started == [2, 4, 2, 3], "in the order of the table"
+    assert [(run.case.name, run.seconds) for run in script.load(output).runs] == [("gpipe", 5.0), ("tensor", 4.0)]
 
 
 def test_the_page_of_a_result(tmp_path: Path) -> None:

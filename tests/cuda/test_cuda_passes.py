@@ -28,7 +28,6 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "intermediate_size": 768,
-    "num_hidden_layers": 3,
     "max_position_embeddings": 1024,
 }
 
@@ -100,14 +99,18 @@ def test_compiled_layers_change_nothing(
 ) -> None:
     monkeypatch.setattr(offloading, "LEAST_BYTES", 4096)
     seeds = range(3)
-    expected = run(make_actor("qwen2", dtype), "shared", seeds)
+    exact = run(make_actor("qwen2", torch.float32), "shared", seeds)
+    plain = error(run(make_actor("qwen2", dtype), "shared", seeds), exact)
     for compiled in (False, True):
         torch._dynamo.reset()
         counters.clear()
         actor = make_actor("qwen2", dtype)
         prepare_layers(actor, mode, compiled, offload)
-        bound = 1e-5 if dtype == torch.float32 else 0.02
-        assert max(error(run(actor, "shared", seeds), expected)) < bound
+        found = error(run(actor, "shared", seeds), exact)
+        if dtype == torch.float32:
+            assert max(found) < 1e-5
+        else:  # bf16 rounds elsewhere in compiled layers, and no more
+            assert all(one < 1.2 * other < 0.1 for one, other in zip(found, plain, strict=True))
         assert counters["stats"].get("unique_graphs", 0) <= 8
         assert not counters["graph_break"]
 

@@ -37,7 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def gap(actor: Actor, made: Rollouts) -> float:
-    """Mean difference between the rollout's log-probs and those of the trained weights."""
+    """Mean difference, in bf16, between the rollout's log-probs and those of the trained weights."""
     found = []
     for row, prompt in enumerate(PROMPTS[index] for index in made.prompt_rows.tolist()):
         length = int(made.lengths[row])
@@ -87,7 +87,7 @@ def test_every_step_reaches_vllm_and_its_memory_comes_back(name: str) -> None:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         gaps, freed = pool.submit(roll_out_and_train, name).result(timeout=240)
     for own, of_a_step_later in gaps:
-        assert own < 0.01
+        assert own < 0.03
         assert of_a_step_later > 5 * own  # else old weights would pass too
     if SETTINGS[name]["sleep_level"]:
         assert freed > 0.9 * CACHE_BYTES

@@ -266,11 +266,11 @@ def test_1024_ranks_by_hand(large: Plan) -> None:
     # 128 copies take 8 prompts x 4 samples each of 1024 + 3072 tokens: 36 layers x 2 x 1 kv head x 128 x 2 bytes
     last = {item.what: item.bytes for item in actor.rollout(large.sizes, "sampled")["last token"]}
     assert last["key-value cache"] == 36 * 2 * 1 * 128 * 2 * (32 * 4096)
-    # A prompt of 1,024 and its four responses of 3,072 are a micro-batch; "selective" keeps 2 x (2 x 4096 + 2048 +
-    # 6144) + 4 x 16 = 32,832 bytes a token and layer.
+    # A prompt of 1,024 and its four responses of 3,072 are a micro-batch; "selective" keeps 2 x 2 x (4096 + 2048 + 512)
+    # + 4 x 16 = 26,688 bytes a token and layer.
     assert actor.batch.micro_batch_tokens == 13_312
     layers, _ = actor.activations()
-    assert layers == 13_312 * (36 * 32_832 + 12 * 4_096)
+    assert layers == 13_312 * (36 * 26_688 + 12 * 4_096)
 
 
 def test_the_text_for_1024_ranks(large: Plan) -> None:
