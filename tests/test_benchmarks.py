@@ -65,7 +65,7 @@ def test_the_table_has_a_row_a_seed_and_a_column_an_algorithm(benchmark: ModuleT
         "| 0 | 0.62 -> 0.96 | 0.62 -> 0.88 |\n"
         "| 1 |  | 0.62 -> 0.90 |\n"
         "\n"
-        "70 to 100 s a run with 1 or 2 thread(s), 1 at a time;\n"
+        "70 s a run, more where others share the cores; 1 or 2 thread(s), 1 at a time;\n"
         "python 3.11.1, torch 2.13.0 or 2.14.0, transformers 5.19.0, lightning 2.6.6.\n"
     )
 

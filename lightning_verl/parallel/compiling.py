@@ -100,10 +100,15 @@ def _run(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 def _runner(
     forward: Callable[..., Any], learning: Callable[..., Any], scoring: Callable[..., Any]
 ) -> Callable[..., Any]:
+    # A module's numbers, such as a norm's epsilon, else are tensors on the CPU, and where something is recomputed they
+    # get a kernel there: it takes a C++ compiler, and longer to build than all others.
+    constants = torch._dynamo.config.patch(specialize_float=True)
+
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
             return forward(*args, **kwargs)  # each layer writes to a place of its own: it would be compiled anew
-        return (learning if torch.is_grad_enabled() else scoring)(forward, args, kwargs)
+        with constants:
+            return (learning if torch.is_grad_enabled() else scoring)(forward, args, kwargs)
 
     return run

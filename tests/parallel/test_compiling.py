@@ -237,8 +237,8 @@ def test_a_cpu_compiles_only_when_asked(monkeypatch: pytest.MonkeyPatch, flag: A
     assert (compiler.runs > 0) is expected
 
 
-def test_sizes_of_heads_stay_numbers_under_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FSDP2 marks modules for the compiler, which would then make kernels for any size."""
+def test_sizes_and_epsilons_stay_numbers_under_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 marks modules for the compiler, which would then make kernels for any size; it takes floats for tensors."""
     inputs: list[str] = []
 
     def note(graph: torch.fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
@@ -253,7 +253,7 @@ def test_sizes_of_heads_stay_numbers_under_fsdp(monkeypatch: pytest.MonkeyPatch)
     actor(tiny_rollouts(2))
     dist.destroy_process_group()
     assert [name for name in inputs if "q_proj" in name]
-    assert not [name for name in inputs if "head_dim" in name]
+    assert not [name for name in inputs if any(part in name for part in ("head_dim", "epsilon", "scaling"))]
 
 
 def test_roles_do_not_use_up_each_others_compilations() -> None:
