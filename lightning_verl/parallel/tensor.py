@@ -1,26 +1,24 @@
-"""Dense tensor parallelism from the plan data in transformers' configs, applied with torch's public styles.
+"""Dense tensor parallelism from the plan data in transformers' configs.
 
 The plans are stable data; transformers' own functions that apply them change from release to release and untie the
-head. Embedding and output head are cut along the vocabulary, by ``parallel.vocabulary``. Packed experts are not cut
-here but divided as wholes, by ``parallel.expert``.
+head. Linear layers are cut by ``parallel.linears``, embedding and output head along the vocabulary, by
+``parallel.vocabulary``. Packed experts are not cut here but divided as wholes, by ``parallel.expert``.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import PreTrainedModel
 
 from lightning_verl.parallel.collectives import SumGradient
 from lightning_verl.parallel.expert import expert_modules
+from lightning_verl.parallel.linears import cut_linears, linears, sum_input_gradient
 from lightning_verl.parallel.vocabulary import cut_vocabulary, vocabulary_ends
 
 _CUT_STYLES = ("colwise", "rowwise")
@@ -93,12 +91,14 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     ends = [getattr(end, "weight", None) for end in (embedding, head)]  # none on other stages of a pipeline
     tied = ends[0] is not None and ends[0] is ends[1]
+    group, shared = mesh.get_group(), _modules_with_shared_input(model)
     for module, style in planned_styles(model):
         if style in _CUT_STYLES:
-            for linear in _linears(module, style):
-                parallelize_module(linear, mesh, ColwiseParallel() if style == "colwise" else RowwiseParallel())
+            cut_linears(module, style, mesh)
         elif style == _SUMMED_STYLE:
-            _sum_weight_gradient(module, mesh.get_group())
+            _sum_weight_gradient(module, group)
+    for module in shared:
+        sum_input_gradient(module, group)
     cut_vocabulary(model, mesh)
     if tied and head.weight is not embedding.weight:
         raise RuntimeError(f"{type(model).__name__}: tensor parallelism untied the output head from the embedding")
@@ -132,7 +132,7 @@ def cut_dims(model: PreTrainedModel) -> dict[nn.Parameter, int]:
     """Which parameters ``apply_tensor_parallel`` cuts, and along which dim; the others stay whole."""
     dims: dict[nn.Parameter, int] = {}
     for module, style in planned_styles(model):
-        for linear in _linears(module, style) if style in _CUT_STYLES else ():
+        for linear in linears(module, style) if style in _CUT_STYLES else ():
             dims[linear.weight] = 0 if style == "colwise" else 1
             if linear.bias is not None and style == "colwise":
                 dims[linear.bias] = 0
@@ -141,16 +141,21 @@ def cut_dims(model: PreTrainedModel) -> dict[nn.Parameter, int]:
     return dims
 
 
-def _linears(module: nn.Module, style: str) -> list[Any]:
-    """The linear layers to cut in a planned module: itself, or of an adapter's target what follows it.
+def _modules_with_shared_input(model: PreTrainedModel) -> list[nn.Module]:
+    """Where gradients of what linear layers cut by columns read are summed, each once.
 
-    Column-wise: A stays whole (its gradient is whole, since B's input gradient is summed), B is cut with the outputs.
-    Row-wise: A is cut with the inputs and its narrow output summed, B stays whole.
+    It is the module around them (attention, an MLP), if the plan names all that has parameters in it. Otherwise
+    something whole, such as a router, may read the same: then it is each of these layers.
     """
-    if not isinstance(module, LoraLayer):
-        return [module]
-    halves = module.lora_B if style == "colwise" else module.lora_A
-    return [module.base_layer, *halves.values()]
+    planned = planned_styles(model)
+    named = {parameter for module, _ in planned for parameter in module.parameters()}
+    around = {child: parent for parent in model.base_model.modules() for child in parent.children()}
+    found: dict[nn.Module, None] = {}
+    for module, style in planned:
+        if style == "colwise":
+            parent = around[module]
+            found[parent if named.issuperset(parent.parameters()) else module] = None
+    return list(found)
 
 
 def _sum_weight_gradient(module: nn.Module, group: dist.ProcessGroup) -> None:

@@ -141,18 +141,16 @@ def staying_per_token(role: RoleModel, tensor: int) -> int:
     """Bytes a position of what a decoder layer keeps that never go to the host; all, where nothing is offloaded.
 
     What goes is large tensors that autograd itself keeps. Sums of norms and softmax are small; what ``"selective"``
-    keeps goes of compiled layers only, of others the input alone; inputs of matrices that a tensor axis cuts are
-    DTensors.
+    keeps goes of compiled layers only, of others the input alone.
     """
-    c, q, _, m, heads, kv_heads = _widths(role.decoder, role.compute_bytes, tensor)
+    c, *_, heads, kv_heads = _widths(role.decoder, role.compute_bytes, tensor)
     if not role.offloads:
         return kept_per_token(role, tensor)
     if role.checkpointing == "full":
         return 0
     if role.checkpointing == "selective":
         return 4 * heads if role.compiled else kept_per_token(role, tensor) - c * role.decoder.hidden
-    sums = 4 * heads + 8 + (4 * (heads + kv_heads) if role.decoder.qk_norm else 0)
-    return sums + (c * (2 * role.decoder.hidden + q + m) if tensor > 1 else 0)
+    return 4 * heads + 8 + (4 * (heads + kv_heads) if role.decoder.qk_norm else 0)
 
 
 def activation_bytes(role: RoleModel, tensor: int, waiting: float = 1.0) -> tuple[int, int]:

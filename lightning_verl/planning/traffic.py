@@ -62,7 +62,9 @@ class Traffic:
         gathers = 2 * model.compute_bytes * sum(numel for _, numel in held)
         reduction = 4 * sum(numel for parameter, numel in held if parameter.trained)
         parameter_bytes = (gathers + reduction) * (shards - 1) // shards
-        passes = 6 if model.checkpointing == "full" else 4  # all-reduces a layer: forward, backward, forward again
+        # All-reduces a layer: two in its forward, two in its backward, and where it is recomputed that behind attention
+        # again (what follows that behind the MLP is needed by no backward, unless it is a norm).
+        passes = 5 if model.checkpointing in ("full", "selective") else 4
         hidden = batch.micro_batch_tokens * model.decoder.hidden * model.compute_bytes
         layers = -(-model.decoder.layers // layout.pipeline)
         reductions = passes * layers + 2 * model.cuts_vocabulary  # embedding, and the head's gradient

@@ -1,0 +1,127 @@
+"""Linear layers cut over a tensor axis: their parameters are DTensors, what they compute is plain local tensors.
+
+A layer cut by columns gives this rank's outputs, one cut by rows sums what the ranks made of their inputs. Layers cut
+by columns share an input (queries, keys, values; both halves of a gated MLP): its gradient is summed once, where it
+enters the module around them, not once for each. So a decoder layer has two all-reduces in its forward and two in its
+backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch.distributed as dist
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn import functional
+
+from lightning_verl.parallel.collectives import SumGradient, SumOutput
+
+
+def linears(module: nn.Module, style: str) -> list[Any]:
+    """The linear layers to cut in a planned module: itself, or of an adapter's target what follows it.
+
+    Column-wise: A stays whole (see ``cut_linears``), B is cut with the outputs. Row-wise: A is cut with the inputs and
+    its narrow output summed, B stays whole.
+
+    Args:
+        module: A linear layer, with an adapter or without.
+        style: ``"colwise"`` or ``"rowwise"``.
+    """
+    if not isinstance(module, LoraLayer):
+        return [module]
+    halves = module.lora_B if style == "colwise" else module.lora_A
+    return [module.base_layer, *halves.values()]
+
+
+def cut_linears(module: nn.Module, style: str, mesh: DeviceMesh) -> None:
+    """Cut a planned module, in place. Every rank must hold the same weights.
+
+    One cut by columns gives its input this rank's part of the gradient: ``sum_input_gradient`` of it, or of a module
+    around it, makes that whole.
+
+    Args:
+        module: A linear layer, with an adapter or without.
+        style: ``"colwise"`` or ``"rowwise"``.
+        mesh: The tensor axis.
+
+    Raises:
+        TypeError: It is no plain linear layer.
+    """
+    group = mesh.get_group()
+    for linear in linears(module, style):
+        if getattr(type(linear), "forward", None) is not nn.Linear.forward:
+            raise TypeError(
+                f"{type(linear).__name__} is planned as {style}, but only torch.nn.Linear can be cut so; set its "
+                "role's tp to 1."
+            )
+        for name, parameter in list(linear.named_parameters(recurse=False)):
+            along = Shard(0) if style == "colwise" else Shard(1) if name == "weight" else Replicate()
+            part = nn.Parameter(distribute_tensor(parameter, mesh, [along]), requires_grad=parameter.requires_grad)
+            linear.register_parameter(name, part)
+        linear.forward = _ByColumns(linear) if style == "colwise" else _ByRows(linear, group)
+    if isinstance(module, LoraLayer) and style == "colwise":
+        for half in module.lora_A.values():
+            half.forward = _BeforeColumns(half, group)
+
+
+def sum_input_gradient(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Sum the gradient of a module's first input over a tensor axis, in place: the ranks have parts of it.
+
+    Args:
+        module: A module all of whose uses of that input are cut by columns.
+        group: The tensor axis.
+    """
+    forward = module.forward
+    first = next(iter(inspect.signature(forward).parameters))
+
+    @functools.wraps(forward)
+    def summing(*args: Any, **kwargs: Any) -> Any:
+        if args:
+            return forward(SumGradient.apply(args[0], group), *args[1:], **kwargs)  # type: ignore[no-untyped-call]
+        return forward(**{**kwargs, first: SumGradient.apply(kwargs[first], group)})  # type: ignore[no-untyped-call]
+
+    module.forward = summing
+
+
+class _ByColumns:
+    """The outputs that this rank's rows of the weight give."""
+
+    def __init__(self, linear: Any) -> None:
+        self.linear = linear
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        bias = self.linear.bias
+        return functional.linear(inputs, self.linear.weight.to_local(), None if bias is None else bias.to_local())
+
+
+class _ByRows:
+    """All outputs, of inputs of which this rank has a part; the bias, whole, is added once."""
+
+    def __init__(self, linear: Any, group: dist.ProcessGroup) -> None:
+        self.linear, self.group = linear, group
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        part = functional.linear(inputs, self.linear.weight.to_local())
+        output: Tensor = SumOutput.apply(part, self.group)  # type: ignore[no-untyped-call]
+        bias = self.linear.bias
+        return output if bias is None else output + bias.to_local()
+
+
+class _BeforeColumns:
+    """The whole half of an adapter before the one cut by columns, which gives it this rank's part of the gradient.
+
+    The gradient of its weight is summed here: that is smaller than what it computes, and equal on all ranks even if
+    each drops out other inputs.
+    """
+
+    def __init__(self, linear: Any, group: dist.ProcessGroup) -> None:
+        self.linear, self.group = linear, group
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        weight = SumGradient.apply(self.linear.weight, self.group)  # type: ignore[no-untyped-call]
+        return functional.linear(inputs, weight)
