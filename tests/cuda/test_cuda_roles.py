@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from lightning.fabric import Fabric
+from torch import Tensor
 
 from lightning_verl import Actor, HybridStrategy, SamplingParams
 from lightning_verl.parallel.fsdp import fsdp_units
+from lightning_verl.rollout.base import Rollouts
 from lightning_verl.testing import char_tokenizer, tiny_model, tiny_rollouts
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(300)]
@@ -63,6 +66,19 @@ def test_moments_of_8_bits_train_alike() -> None:
     assert float((others - weights).norm() / weights.norm()) < 0.02
 
 
+def logprobs_of_both(actor: Actor, prompts: list[list[int]], made: Rollouts) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of each response the log-probs of the rollout, and those of a plain pass over it with the trained weights."""
+    device = next(actor.parameters()).device
+    for row, prompt in enumerate(prompts[index] for index in made.prompt_rows.tolist()):
+        length = int(made.lengths[row])
+        response = made.response_ids[row, :length].to(device)
+        ids = torch.cat([torch.tensor(prompt, device=device), response])[None]
+        with torch.no_grad():
+            logits = actor.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        trained = logits.float().log_softmax(-1).gather(1, response[:, None])[:, 0]
+        yield made.logprobs[row, :length].to(device), trained
+
+
 def test_rollout_log_probs_are_those_of_training() -> None:
     fabric = Fabric(accelerator="cuda", devices=1, strategy=HybridStrategy())
     fabric.launch()
@@ -71,13 +87,8 @@ def test_rollout_log_probs_are_those_of_training() -> None:
     prompts = [[1, 5, 9], [7], list(range(3, 43))]
     with fabric.strategy.rollout(wrapped) as engine:
         made = engine.generate(prompts, SamplingParams(n=4, max_new_tokens=20, seed=1))
-    rows = [prompts[row] for row in made.prompt_rows.tolist()]
-    for row, prompt in enumerate(rows):
-        length = int(made.lengths[row])
-        response = made.response_ids[row, :length].tolist()
-        ids = torch.tensor([[*prompt, *response]], device=fabric.device)
-        with torch.no_grad():
-            logits = actor.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(response, device=fabric.device)[:, None])[:, 0]
-        torch.testing.assert_close(made.logprobs[row, :length], expected, atol=2e-5, rtol=1e-4)
+    pairs = list(logprobs_of_both(actor, prompts, made))
+    assert len(pairs) == 3 * 4
+    for rolled_out, trained_ones in pairs:
+        torch.testing.assert_close(rolled_out, trained_ones, atol=2e-5, rtol=1e-4)
     torch.distributed.destroy_process_group()

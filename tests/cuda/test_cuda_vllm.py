@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric import Fabric
+from test_cuda_roles import logprobs_of_both
 
 from lightning_verl import Actor, HybridStrategy, SamplingParams
 from lightning_verl.rollout.base import Rollouts
@@ -37,17 +38,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def gap(actor: Actor, made: Rollouts) -> float:
-    """Mean difference, in bf16, between the rollout's log-probs and those of the trained weights."""
-    found = []
-    for row, prompt in enumerate(PROMPTS[index] for index in made.prompt_rows.tolist()):
-        length = int(made.lengths[row])
-        response = made.response_ids[row, :length]
-        ids = torch.tensor([[*prompt, *response.tolist()]], device="cuda")
-        with torch.no_grad():
-            logits = actor.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
-        expected = logits.float().log_softmax(-1).gather(1, response.to("cuda")[:, None])[:, 0]
-        found.append((made.logprobs[row, :length].to("cuda") - expected).abs())
-    return float(torch.cat(found).mean())
+    """Mean difference between the rollout's log-probs and those of the trained weights."""
+    return float(torch.cat([(one - other).abs() for one, other in logprobs_of_both(actor, PROMPTS, made)]).mean())
 
 
 def roll_out_and_train(name: str) -> tuple[list[tuple[float, float]], int]:
@@ -87,7 +79,7 @@ def test_every_step_reaches_vllm_and_its_memory_comes_back(name: str) -> None:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         gaps, freed = pool.submit(roll_out_and_train, name).result(timeout=240)
     for own, of_a_step_later in gaps:
-        assert own < 0.03
+        assert own < 0.03  # logits between 4 and 8 are 1/32 apart in bf16: each side is up to 1/64 off
         assert of_a_step_later > 5 * own  # else old weights would pass too
     if SETTINGS[name]["sleep_level"]:
         assert freed > 0.9 * CACHE_BYTES
