@@ -129,7 +129,7 @@ def compare(alone: Recorder, recorders: list[Recorder]) -> None:
 def accuracies(**options: Any) -> tuple[float, float]:
     """Greedy accuracy before and after RL, of a run with half of the quick start's steps."""
     config = Quickstart(output=Path("unused"), rl_steps=80)
-    fabric = Fabric(accelerator="cpu", strategy=HybridStrategy(compile_layers=False, **options))
+    fabric = Fabric(accelerator="cpu", strategy=HybridStrategy(**options))
     fabric.launch()
     dataflow = _make_roles(config)
     split = make_split(config.seed, config.training_rows, config.held_out_rows)
