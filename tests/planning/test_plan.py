@@ -23,6 +23,7 @@ from lightning_verl.config import (
     TrainConfig,
     read_config,
 )
+from lightning_verl.planning import memory
 from lightning_verl.planning.memory import SAMPLE_BYTES, kept_per_token
 from lightning_verl.planning.model import build_on_meta
 from lightning_verl.planning.plan import Hardware, Plan, default_ranks, make_plan
@@ -345,6 +346,13 @@ def test_the_page_shows_what_the_command_prints(
     monkeypatch.chdir(ROOT)
     assert main(match[1].split()) == 0
     assert capsys.readouterr().out == match[2]
+
+
+def test_the_page_has_the_formula_of_selective_checkpointing() -> None:
+    page, docstring = (ROOT / "docs" / "plan.md").read_text(), memory.__doc__
+    formula = re.search(r"^selective +(.*)$", page, re.MULTILINE)
+    assert formula is not None
+    assert f"``{formula[1]}``; one layer at a time" in (docstring or "")
 
 
 # ---- drawings, defaults, errors --------------------------------------------------------------------------------------
