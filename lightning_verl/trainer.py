@@ -20,6 +20,7 @@ from lightning_verl.data.experience import Experience, PromptBatch, RolloutBatch
 from lightning_verl.data.prompts import AsyncRolloutDataset
 from lightning_verl.data.sharding import local_minibatch_sizes, rollout_rows
 from lightning_verl.dataflow import HybridDataFlow
+from lightning_verl.heap import LongLived
 from lightning_verl.pipeline.order import chunks_of, rows_problem
 from lightning_verl.rollout.sampling import SamplingParams
 from lightning_verl.schedule import check_schedule, learning_rate_scale
@@ -136,11 +137,13 @@ class RLTrainer:
         loader.load_state_dict(self._loader_state)
         loaders: dict[str, Any] = {"train": loader}
         metrics: dict[str, float] = {}
+        heap = LongLived()
         try:
             self.fabric.call("on_loader_setup", loaders=loaders, device=self.fabric.device)
             self.fabric.call("on_run_start", trainer=self)
             batches = iter(loaders["train"])
             while self.completed_steps < max_steps:
+                heap.on_step_start()
                 self.fabric.call("on_step_start", trainer=self, step=self.global_step)
                 started = time.perf_counter()
                 prompts = next(batches, None)
@@ -155,6 +158,7 @@ class RLTrainer:
             self.fabric.call("on_run_exception", trainer=self, exception=error)
             raise
         finally:
+            heap.release()
             loaders["train"].close()
             for logger in self.fabric.loggers:
                 logger.save()  # CSVLogger would leave the last rows of a short run unwritten

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -245,6 +246,21 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, prefetch: in
         assert torch.equal(weights(second)[name], value), name
     for name in ("actor/loss", "critic/loss", "actor/grad_norm", "reward/mean", "rollout/kl"):
         assert metrics[name] == expected[name]
+
+
+def test_what_lives_as_long_as_a_run_is_out_of_the_garbage_collectors_sight() -> None:
+    frozen = []
+
+    class Watch:
+        def on_step_start(self, step: int) -> None:
+            frozen.append(gc.get_freeze_count() > 0)
+            if step == 3:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(GRPO(), callbacks=[Watch()]).fit(4)
+    assert frozen == [False, False, True, True]
+    assert gc.get_freeze_count() == 0
 
 
 def test_the_step_counts_on_from_an_earlier_trainer() -> None:

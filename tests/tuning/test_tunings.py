@@ -127,6 +127,11 @@ def test_results_are_kept_without_what_the_page_does_not_need(tmp_path: Path) ->
     assert set(kept.metrics) == {"time/reward_score", "time/reward_wait", "time/data_wait"}
 
 
+def test_the_kept_page_is_that_of_the_kept_result() -> None:
+    kept = load_script("tunings").RESULTS
+    assert kept.with_suffix(".md").read_text() == page(load(kept), "python benchmarks/tunings.py")
+
+
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
