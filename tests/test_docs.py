@@ -12,8 +12,6 @@ import importlib.util
 import io
 import re
 import shlex
-import subprocess
-import sys
 from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from script_runs import run_script
 
 from lightning_verl.cli import main
 
@@ -106,16 +105,13 @@ def _name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     code = "\n".join(block.code for block in blocks(page) if block.language == "python" and block.reason is None)
     (tmp_path / "page.py").write_text(code)
     if code:
-        command = [sys.executable, "page.py"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
-        assert done.returncode == 0, done.stderr
+        run_script(tmp_path / "page.py", timeout=280)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)

@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
+from lightning_verl import _EXPORTS
+
 TResult = TypeVar("TResult")
 
 _HOST = "127.0.0.1"
@@ -45,6 +47,9 @@ _PRELOAD = [
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "pytest",
+    "lightning_verl.callbacks",
+    "lightning_verl.rollout.native.engine",
+    *sorted({f"lightning_verl.{module}" for module in _EXPORTS.values()}),
 ]
 
 
