@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import sys
 from pathlib import Path
 
 from lightning_verl.testing import run_ranks
@@ -17,6 +18,7 @@ def _run(script: Path) -> None:
         if name in _SET_BY_LAUNCHERS or name.startswith(("MASTER_", "TORCHELASTIC_")):
             del os.environ[name]
     os.chdir(script.parent)
+    sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
 
 

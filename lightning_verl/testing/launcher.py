@@ -1,7 +1,7 @@
 """Run a function on several ranks of this machine, as torchrun would, and get the results back.
 
-The ranks are forked from a server process that has imported torch, Lightning and transformers once, so that a launch
-takes tenths of a second. A rank that hangs or dies ends the launch, never the test session.
+The ranks are forked from a server process that has imported torch, Lightning, transformers and the package once, so
+that a launch takes tenths of a second. A rank that hangs or dies ends the launch, never the test session.
 """
 
 from __future__ import annotations

@@ -74,9 +74,8 @@ def metrics_of(layout: str, engine: str, precision: Any, accelerator: str) -> li
 def test_native_rollouts_come_from_the_trained_weights(layout: str) -> None:
     for steps in run_ranks(metrics_of, 2, layout, "native", "32-true", "cuda", timeout=200):
         assert max(metrics["actor/rollout_gap_max"] for metrics in steps) < 1e-4
-        assert (
-            min(metrics["actor/ratio_max"] for metrics in steps) > 1.05
-        )  # weights of an update ago would be as far off
+        # An update moves log-probs by this much: weights of an update ago would be as far off.
+        assert min(metrics["actor/ratio_max"] for metrics in steps) > 1.05
 
 
 @two_gpus
