@@ -8,7 +8,6 @@ import math
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,6 +163,29 @@ class _Block:
             results[name] = memory.as_strided(*view)
 
 
+class _Local:
+    """Memory of some results, and what this rank copies into them from its own source tensors.
+
+    Args:
+        wants: The results.
+        tensors: The source tensors.
+        places: Where in their blocks the results lie; those of these ones are added.
+    """
+
+    def __init__(self, wants: Iterable[_Want], tensors: Mapping[str, Tensor], places: dict[str, _View]) -> None:
+        wants = list(wants)
+        self.blocks = _blocks(wants, places)
+        self.copies = _Copies()
+        for want in wants:
+            for source, target in want.own:
+                self.copies.add(want.name, _inside(places[want.name], target), tensors[want.name][source], want.dtype)
+
+    def allocate(self, results: dict[str, Tensor], device: torch.device) -> None:
+        """Put the results, still without values, into ``results``."""
+        for block in self.blocks:
+            block.make(results, device)
+
+
 class _Exchange:
     """A bucket, bound to the tensors that this rank sends it from.
 
@@ -205,6 +227,15 @@ class _Exchange:
         """Memory for what is packed and unpacked."""
 
 
+@dataclass(frozen=True)
+class _Step:
+    """One bucket."""
+
+    local: _Local
+    """The results that get their first part in it."""
+    exchange: _Exchange
+
+
 class _Binding:
     """What follows from the tensors that are moved, but not from their values: the next time they are the same.
 
@@ -228,22 +259,18 @@ class _Binding:
                 fresh[want.name] = want
         self.kept_bytes = sum(tensor.nbytes for tensor in self.kept.values())
         self.made_bytes = sum(want.nbytes for want in fresh.values())
-        self.steps: list[tuple[list[_Block], _Exchange]] = []
-        """The buckets, each with the results that get their first part in it."""
+        self.steps: list[_Step] = []
+        """The buckets, in order."""
         places: dict[str, _View] = {}
         left = dict(fresh)
         for bucket in buckets:
             names = dict.fromkeys(part.name for message in bucket.receives for part in message.parts)
-            blocks = _blocks([left.pop(name) for name in names if name in left], places)
-            self.steps.append((blocks, _Exchange(bucket, tensors, places)))
-        self.blocks = _blocks(left.values(), places)
+            begun = [left.pop(name) for name in names if name in left]
+            local = _Local(begun, tensors, places)
+            self.steps.append(_Step(local, _Exchange(bucket, tensors, places)))
+        self.rest = _Local(left.values(), tensors, places)
         """The results that nothing is received for."""
-        self.own = _Copies()
-        """What this rank copies to itself, from sources to results."""
-        for want in fresh.values():
-            for source, target in want.own:
-                self.own.add(want.name, _inside(places[want.name], target), tensors[want.name][source], want.dtype)
-        self.slot_bytes = max((exchange.buffer_bytes for _, exchange in self.steps), default=0)
+        self.slot_bytes = max((step.exchange.buffer_bytes for step in self.steps), default=0)
 
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
         """Whether these are the same tensors, in the same memory."""
@@ -256,7 +283,8 @@ class Resharder:
     Everything that does not depend on the tensors' values is derived once. A bucket is exchanged point to point, in
     one group of messages. A large part is sent from where it lies, if it has no gaps there and its dtype is the one
     that travels, and received where it belongs, if it has no gaps there; else it goes through a buffer. Two buckets are
-    in flight: while one is exchanged, the next is packed and the one before is unpacked.
+    in flight: while one is exchanged, the next is packed and the one before is unpacked. What a rank copies to itself
+    is copied while the bucket travels that brings the first part of the same results.
 
     Args:
         moves: By name. The same on every rank, in the same order.
@@ -307,22 +335,19 @@ class Resharder:
         self._started = time.perf_counter()
         results = dict(binding.kept)
         slots = [_Slot(binding) for _ in binding.steps[:2]]
-        with _beside(binding.device) as beside:
-            finish = None
-            for number, (blocks, exchange) in enumerate(binding.steps):
-                for block in blocks:
-                    block.make(results, binding.device)
-                slot = slots[number % 2]
-                self._start(exchange, slot, results)
-                if finish is not None:
-                    finish()
-                finish = functools.partial(_finish, exchange, slot, results)
-            for block in binding.blocks:
-                block.make(results, binding.device)
-            with torch.cuda.stream(beside):
-                binding.own.make(results)
+        finish = None
+        for number, step in enumerate(binding.steps):
+            step.local.allocate(results, binding.device)
+            slot = slots[number % 2]
+            self._start(step.exchange, slot, results)
+            step.local.copies.make(results)  # while the bucket travels
             if finish is not None:
                 finish()
+            finish = functools.partial(_finish, step.exchange, slot, results)
+        binding.rest.allocate(results, binding.device)
+        binding.rest.copies.make(results)
+        if finish is not None:
+            finish()
         for name in self._scalars:
             results[name] = results[name].view(())
         return results
@@ -379,18 +404,6 @@ def _finish(exchange: _Exchange, slot: _Slot, results: Mapping[str, Tensor]) -> 
     for work in slot.works:
         work.wait()
     exchange.unpacked.make(results, slot.memory.view(exchange.dtype))
-
-
-@contextmanager
-def _beside(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
-    """A CUDA stream beside the current one, which sees what that did before and is waited for; None on the CPU."""
-    if device.type != "cuda":
-        yield None
-        return
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream())
-    yield stream
-    torch.cuda.current_stream().wait_stream(stream)
 
 
 def _blocks(wants: Iterable[_Want], places: dict[str, _View]) -> list[_Block]:

@@ -120,7 +120,8 @@ class HybridEngine:
         self._sources = self._sources or {plain_name(n): p for n, p in self._trained.named_parameters()}
         with self._strategy.phase("actor", "reshard"), torch.no_grad():
             resharder = self._resharder = self._resharder or self._plan()
-            tensors = resharder.run({name: self._held(parameter) for name, parameter in self._sources.items()})
+            device = self._strategy.root_device
+            tensors = resharder.run({name: self._held(parameter, device) for name, parameter in self._sources.items()})
             for adapter in self._view.adapters:
                 a, b = tensors.pop(adapter.a), tensors.pop(adapter.b)
                 if self._merges:
@@ -168,11 +169,11 @@ class HybridEngine:
                 moves[name] = Move(plan, cast, is_cast=is_cast, may_alias=source.in_codes or name not in adapted)
         return Resharder(moves, self._strategy.group("actor", "reshard"), self._bucket_bytes)
 
-    def _held(self, parameter: Tensor) -> Tensor:
+    def _held(self, parameter: Tensor, device: torch.device) -> Tensor:
         """What this rank holds of a parameter, on the device unless shards live in host memory; codes expanded."""
         if is_quantized(parameter):
             return expanded(parameter, self._strategy.hybrid_precision.compute_dtype)
-        return local_part(parameter).to(self._strategy.root_device)
+        return local_part(parameter).to(device)
 
     def _all_sources(self) -> dict[str, Source]:
         """How all parameters lie, also those of stages that are not here (a collective call of the stages)."""

@@ -1,7 +1,8 @@
 """Run a function on several ranks of this machine, as torchrun would, and get the results back.
 
 The ranks are forked from a server process that has imported torch, Lightning, transformers and the package once, so
-that a launch takes tenths of a second. A rank that hangs or dies ends the launch, never the test session.
+that a launch takes tenths of a second. With CUDA each rank is a new process: imports ask for the devices, and CUDA does
+not work in forks of a process that has asked. A rank that hangs or dies ends the launch, never the test session.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnContext, SpawnProcess
 from typing import Any, TypeVar
 
 import torch
@@ -58,7 +59,7 @@ class _Rank:
     """One running rank, seen from the parent."""
 
     number: int
-    process: ForkServerProcess
+    process: ForkServerProcess | SpawnProcess
     results: Connection
 
     def kill(self) -> None:
@@ -88,7 +89,8 @@ def run_ranks(
         world_size: The number of ranks, at least 1.
         *args: Arguments for every rank.
         timeout: Seconds until the ranks count as hung; below the 60 of a test, so that this error is the one seen. The
-            first launch of a process spends ten of them, or more on a busy machine, on the server's imports.
+            first launch of a process spends ten of them, or more on a busy machine, on the server's imports; with CUDA
+            every launch does.
         **kwargs: Keyword arguments for every rank.
 
     Raises:
@@ -104,27 +106,32 @@ def run_ranks(
     # The parent holds the store, as torchrun's agent does: its port cannot be taken in between, and no rank's end
     # takes it away from the others.
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+    environment = dict(os.environ)  # a server's own is that of its first launch
     ranks: list[_Rank] = []
     try:
-        _start_server()
-        for number in range(world_size):
-            ranks.append(_start_rank(number, world_size, store.port, call))
+        with _environment({"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}):  # before any import
+            context = _start_context()
+            for number in range(world_size):
+                ranks.append(_start_rank(context, environment | _place(number, world_size, store.port), call))
         return _collect(ranks, deadline, timeout)
     finally:
         for rank in ranks:
             rank.kill()
 
 
-def _start_server() -> None:
+def _start_context() -> ForkServerContext | SpawnContext:
+    """What ranks are started by; with one thread, since a process with more of them must not be forked."""
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
-    with _environment({"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}):
-        forkserver.ensure_running()  # with one thread: a process with more of them must not be forked
+    forkserver.ensure_running()
+    return context
 
 
-def _start_rank(number: int, world_size: int, port: int, call: bytes) -> _Rank:
-    environment = dict(os.environ)  # the server's own is that of its first launch
-    environment |= {
+def _place(number: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun tells a rank."""
+    return {
         "RANK": str(number),
         "LOCAL_RANK": str(number),
         "GROUP_RANK": "0",
@@ -137,12 +144,14 @@ def _start_rank(number: int, world_size: int, port: int, call: bytes) -> _Rank:
         "TORCHELASTIC_RUN_ID": "run_ranks",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    context = multiprocessing.get_context("forkserver")
+
+
+def _start_rank(context: ForkServerContext | SpawnContext, environment: dict[str, str], call: bytes) -> _Rank:
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_rank_main, args=(environment, call, sender), name=f"rank {number}")
+    process = context.Process(target=_rank_main, args=(environment, call, sender), name=f"rank {environment['RANK']}")
     process.start()
     sender.close()  # else the end of the rank would not show as the end of the pipe
-    return _Rank(number, process, receiver)
+    return _Rank(int(environment["RANK"]), process, receiver)
 
 
 def _rank_main(environment: dict[str, str], call: bytes, results: Connection) -> None:

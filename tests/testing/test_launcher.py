@@ -30,6 +30,12 @@ def _place() -> dict[str, str | None]:
     return {"detected": str(TorchElasticEnvironment.detect()), **{name: os.environ.get(name) for name in names}}
 
 
+def _process_title() -> str:
+    """What the process was started for, by its command line."""
+    words = Path("/proc/self/cmdline").read_text()
+    return next(name for name in ("spawn_main", "forkserver") if name in words)
+
+
 def _fabric_gather() -> list[int]:
     fabric = Fabric(accelerator="cpu", strategy="ddp", devices=int(os.environ["WORLD_SIZE"]))
     fabric.launch()
@@ -145,3 +151,12 @@ def test_a_result_may_belong_to_a_graph() -> None:
 def test_a_world_without_ranks_is_refused() -> None:
     with pytest.raises(ValueError, match="world_size must be at least 1, got 0"):
         run_ranks(_place, 0)
+
+
+def test_with_cuda_ranks_are_new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Forked ranks could not use CUDA: what the server imports has asked for the devices.
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert run_ranks(_sum_of_ranks, 2, 5) == [(0, 11.0, 1), (1, 11.0, 1)]
+    assert run_ranks(_process_title, 1) == ["spawn_main"]
+    assert os.environ.get("TOKENIZERS_PARALLELISM") == before
