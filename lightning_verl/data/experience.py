@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_verl.data.packed_rows import PackedRows
 from lightning_verl.data.packing import RowSize
+from lightning_verl.data.transfer import to_device
 
 TBatch = TypeVar("TBatch", bound="RowBatch")
 
@@ -38,7 +39,16 @@ class RowBatch:
             rows: Row numbers, a list or an int64 tensor ``[K]``.
         """
         index = torch.as_tensor(rows, dtype=torch.long)
-        return self._map(lambda value: _take(value, index))
+        places: dict[torch.device, Tensor] = {}
+
+        def take(value: Tensor | list[Any]) -> Tensor | list[Any]:
+            if not isinstance(value, Tensor):
+                return [value[row] for row in index.tolist()]
+            if value.device not in places:
+                places[value.device] = to_device(index, value.device)
+            return value[places[value.device]]
+
+        return self._map(take)
 
     def to(self: TBatch, device: torch.device | str, non_blocking: bool = False) -> TBatch:
         """Return the batch with every tensor on ``device``."""
@@ -85,12 +95,6 @@ def concat_padded(tensors: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(tensors))
     width = max(tensor.shape[1] for tensor in tensors)
     return torch.cat([torch.nn.functional.pad(tensor, (0, width - tensor.shape[1])) for tensor in tensors])
-
-
-def _take(value: Tensor | list[Any], index: Tensor) -> Tensor | list[Any]:
-    if isinstance(value, Tensor):
-        return value[index.to(value.device)]
-    return [value[row] for row in index.tolist()]
 
 
 @dataclass

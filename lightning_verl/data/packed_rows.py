@@ -10,13 +10,14 @@ last. A row that shares its prompt with no other is one run of tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_verl.data.packing import RowSize
+from lightning_verl.data.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,11 @@ class PackedRows:
 
     def to(self, device: torch.device) -> PackedRows:
         """The same with its tensors on a device."""
-        names = ("source", "positions", "predicting", "responses", "last")
-        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
+        source, positions, predicting, responses, last = (
+            to_device(tensor, device)
+            for tensor in (self.source, self.positions, self.predicting, self.responses, self.last)
+        )
+        return PackedRows(source, positions, predicting, responses, last, self.runs)
 
 
 def _lay(sizes: Sequence[RowSize], share_prompts: bool) -> Iterator[tuple[Run, int, int, int, int]]:

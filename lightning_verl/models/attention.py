@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from lightning_verl.data.packed_rows import PackedRows, Run
+from lightning_verl.data.transfer import to_device
 from lightning_verl.models.block_attention import BlockPlan, attend_blocks
 from lightning_verl.models.compat import varlen_attention
 
@@ -87,14 +88,14 @@ class PackedSequence:
         """The runs as numbers, on the CPU, int64 ``[4 S]``."""
         counts, seen = [run.count for run in runs], [run.seen for run in runs]
         self.longest, self.longest_seen = max(counts), max(seen)
-        self.starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32).to(device)
+        self.starts = to_device(torch.tensor([0, *accumulate(counts)], dtype=torch.int32), device)
         """Where each run starts, and the end of the last, int32 ``[S + 1]``."""
-        self.seen_starts = torch.tensor([0, *accumulate(seen)], dtype=torch.int32).to(device)
+        self.seen_starts = to_device(torch.tensor([0, *accumulate(seen)], dtype=torch.int32), device)
         """The same of the tokens that the runs see, one run's after the other's."""
         self.seen: Tensor | None = None
         """Where those lie, int64; None: the runs see themselves only."""
         if any(run.prefix for run in runs):
-            self.seen = torch.cat([_seen(run) for run in runs]).to(device)
+            self.seen = to_device(torch.cat([_seen(run) for run in runs]), device)
 
     @cached_property
     def plan(self) -> BlockPlan:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lightning_verl.data.transfer import to_device
+
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float, softcap: float = 0.0) -> Tensor:
     """Attention with a mask and grouped heads, in plain torch.
@@ -83,7 +85,7 @@ class BlockPlan:
             for start, count, _, _ in part.tolist():
                 places[start : start + count] = torch.arange(first, first + count)
                 first += longest
-        self.places = places.to(device)
+        self.places = to_device(places, device)
         """Where the output of each token lies among those of the blocks, int64 ``[T]``."""
 
 
@@ -93,9 +95,9 @@ def _block(runs: Tensor, device: torch.device) -> _Block:
     keys = torch.arange(int((prefixes + counts).max())).minimum(prefixes + counts - 1)
     places = torch.where(keys < prefixes, prefix_starts + keys, starts + keys - prefixes)
     return _Block(
-        queries=(starts + offsets).flatten().to(device),
-        keys=places.flatten().to(device),
-        last_seen=(prefixes + offsets)[:, None, :, None].to(device),
+        queries=to_device((starts + offsets).flatten(), device),
+        keys=to_device(places.flatten(), device),
+        last_seen=to_device((prefixes + offsets)[:, None, :, None], device),
         masks={},
     )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_verl.data.transfer import to_device
 from lightning_verl.rollout.native.attention import PagedBatch, Rows
 from lightning_verl.rollout.native.cache import KVCache
 from lightning_verl.rollout.native.scheduler import Chunk
@@ -55,8 +56,8 @@ def forward_input(chunks: Sequence[Chunk], cache: KVCache) -> ForwardInput:
     at = torch.tensor(positions)
     attention = PagedBatch(
         cache=cache.data,
-        blocks=torch.tensor(blocks).to(device),
-        offsets=(at % size).to(device),
+        blocks=to_device(torch.tensor(blocks), device),
+        offsets=to_device(at % size, device),
     )
     if device.type == "cuda":
         from lightning_verl.rollout.native.kernels import tiles_of
@@ -65,9 +66,9 @@ def forward_input(chunks: Sequence[Chunk], cache: KVCache) -> ForwardInput:
     else:
         attention.rows = tuple(_rows(chunks))
     return ForwardInput(
-        ids=torch.tensor([ids]).to(device),
-        positions=at[None].to(device),
-        last=torch.tensor(last, dtype=torch.int64).to(device),
+        ids=to_device(torch.tensor([ids]), device),
+        positions=to_device(at[None], device),
+        last=to_device(torch.tensor(last, dtype=torch.int64), device),
         attention=attention,
     )
 

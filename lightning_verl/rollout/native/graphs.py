@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lightning_verl.data.transfer import to_device
 from lightning_verl.models.heads import hidden_states, output_logits
 from lightning_verl.rollout.adjust import LogitAdjuster
 from lightning_verl.rollout.native.attention import PagedBatch, attending
@@ -119,7 +120,7 @@ class DecodeGraphs(Runner):
         if not (known and same_blocks):
             tables = block_tables([request.blocks for request in requests]).int()
             self._tables.zero_()  # rows behind the last one write to block 0
-            self._tables[: len(requests), : tables.shape[1]] = tables.to(self._tables.device)
+            self._tables[: len(requests), : tables.shape[1]] = to_device(tables, self._tables.device)
         if known:
             return
         columns = [
@@ -128,7 +129,7 @@ class DecodeGraphs(Runner):
         ]
         self._state.zero_()
         state = torch.tensor(columns, dtype=torch.int64).T
-        self._state[:, : len(requests)] = state.to(self._state.device)
+        self._state[:, : len(requests)] = to_device(state, self._state.device)
         if self.adjuster.needs_seen:
             self._seen[: len(requests)] = seen_of(requests, self._seen.shape[1], self._seen.device)
 
