@@ -1,9 +1,22 @@
-"""Copies from host memory to a device that the host does not wait for."""
+"""From Python's numbers to tensors, and from host memory to a device, without the host waiting for it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
+
+
+def int64(values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+    """Make a tensor on the CPU of numbers, or of rows of equal length; several times as fast as ``torch.tensor``."""
+    return torch.from_numpy(np.array(values, dtype=np.int64))
+
+
+def float32(values: Sequence[float] | Sequence[Sequence[float]]) -> Tensor:
+    """Make a tensor on the CPU of numbers, or of rows of equal length; see :func:`int64`."""
+    return torch.from_numpy(np.array(values, dtype=np.float32))
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:

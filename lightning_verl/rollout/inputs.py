@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_verl.data.experience import PromptBatch
+from lightning_verl.data.transfer import float32, int64, to_device
 from lightning_verl.rollout.base import FinishReason, Rollouts
 from lightning_verl.rollout.sampling import SamplingParams
 
@@ -126,9 +127,9 @@ def rollouts_of(
     ids = [[*row, *[pad_token_id] * (width - len(row))] for row in responses]
     values = [[*row, *[0.0] * (width - len(row))] for row in logprobs]
     return Rollouts(
-        response_ids=torch.tensor(ids, dtype=torch.int64).reshape(-1, width).to(device),
-        lengths=torch.tensor([len(row) for row in responses], dtype=torch.int64).to(device),
-        logprobs=torch.tensor(values, dtype=torch.float32).reshape(-1, width).to(device),
+        response_ids=to_device(int64(ids).reshape(-1, width), device),
+        lengths=to_device(int64([len(row) for row in responses]), device),
+        logprobs=to_device(float32(values).reshape(-1, width), device),
         finish_reasons=list(reasons),
         prompt_rows=torch.arange(len(responses), device=device) // n,
         weight_version=weight_version,

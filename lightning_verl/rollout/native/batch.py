@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_verl.data.transfer import to_device
+from lightning_verl.data.transfer import int64, to_device
 from lightning_verl.rollout.native.attention import PagedBatch, Rows
 from lightning_verl.rollout.native.cache import KVCache
 from lightning_verl.rollout.native.scheduler import Chunk
@@ -53,10 +53,10 @@ def forward_input(chunks: Sequence[Chunk], cache: KVCache) -> ForwardInput:
     least = LEAST_ROWS if device.type == "cpu" else 1
     for column in (ids, positions, blocks):  # padding goes to block 0
         column += [0] * (least - len(column))
-    at = torch.tensor(positions)
+    at = int64(positions)
     attention = PagedBatch(
         cache=cache.data,
-        blocks=to_device(torch.tensor(blocks), device),
+        blocks=to_device(int64(blocks), device),
         offsets=to_device(at % size, device),
     )
     if device.type == "cuda":
@@ -66,9 +66,9 @@ def forward_input(chunks: Sequence[Chunk], cache: KVCache) -> ForwardInput:
     else:
         attention.rows = tuple(_rows(chunks))
     return ForwardInput(
-        ids=to_device(torch.tensor([ids]), device),
+        ids=to_device(int64([ids]), device),
         positions=to_device(at[None], device),
-        last=to_device(torch.tensor(last, dtype=torch.int64), device),
+        last=to_device(int64(last), device),
         attention=attention,
     )
 
@@ -109,4 +109,4 @@ def block_tables(blocks: Sequence[Sequence[int]], width: int = 1) -> Tensor:
     for row in blocks:  # flat, since a list for each row keeps Python's garbage collector busy
         flat += row
         flat += padding[len(row) :]
-    return torch.tensor(flat, dtype=torch.int64).view(-1, width)
+    return int64(flat).view(-1, width)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lightning_verl.data.transfer import to_device
+from lightning_verl.data.transfer import int64, to_device
 from lightning_verl.models.heads import hidden_states, output_logits
 from lightning_verl.rollout.adjust import LogitAdjuster
 from lightning_verl.rollout.native.attention import PagedBatch, attending
@@ -128,7 +128,7 @@ class DecodeGraphs(Runner):
             for request in requests
         ]
         self._state.zero_()
-        state = torch.tensor(columns, dtype=torch.int64).T
+        state = int64(columns).T
         self._state[:, : len(requests)] = to_device(state, self._state.device)
         if self.adjuster.needs_seen:
             self._seen[: len(requests)] = seen_of(requests, self._seen.shape[1], self._seen.device)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_verl.data.transfer import to_device
+from lightning_verl.data.transfer import int64, to_device
 from lightning_verl.rollout.native.attention import PagedBatch
 from lightning_verl.rollout.native.batch import block_tables
 from lightning_verl.rollout.native.scheduler import Chunk
@@ -65,7 +65,7 @@ def tiles_of(chunks: Sequence[Chunk], block_size: int, device: torch.device) -> 
     tiles = [(place, first) for place, count in enumerate(counts) for first in range(0, count, queries)]
 
     def column(values: Sequence[int]) -> Tensor:
-        return to_device(torch.tensor(values, dtype=torch.int32), device)
+        return to_device(int64(values).int(), device)
 
     return Tiles(
         tables=to_device(block_tables(blocks).int(), device),

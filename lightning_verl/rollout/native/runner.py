@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from lightning_verl.data.transfer import to_device
+from lightning_verl.data.transfer import int64, to_device
 from lightning_verl.models.heads import hidden_states, output_logits
 from lightning_verl.rollout.adjust import LogitAdjuster, seen_tokens
 from lightning_verl.rollout.base import SampleWatch
@@ -87,8 +87,8 @@ class Runner:
     def draw(self, logits: Tensor, requests: Sequence[Request]) -> tuple[Tensor, Tensor]:
         """Draw the next token of some samples: tokens int64 ``[L]`` and log-probs float32 ``[L]``."""
         device = logits.device
-        seeds = to_device(torch.tensor([request.seed for request in requests]), device)
-        produced = to_device(torch.tensor([len(request.response) for request in requests]), device)
+        seeds = to_device(int64([request.seed for request in requests]), device)
+        produced = to_device(int64([len(request.response) for request in requests]), device)
         if self.adjuster.active:
             seen = seen_of(requests, logits.shape[-1], device) if self.adjuster.needs_seen else None
             logits = self.adjuster(logits, produced, seen)
@@ -99,8 +99,8 @@ def seen_of(requests: Sequence[Request], vocabulary: int, device: torch.device) 
     """Which tokens prompt and response of some samples hold, bool ``[L, V]``."""
     rows = [request.tokens(0, request.length) for request in requests]
     width = max(map(len, rows))
-    ids = to_device(torch.tensor([row + [0] * (width - len(row)) for row in rows]), device)
-    lengths = to_device(torch.tensor([len(row) for row in rows]), device)
+    ids = to_device(int64([row + [0] * (width - len(row)) for row in rows]), device)
+    lengths = to_device(int64([len(row) for row in rows]), device)
     return seen_tokens(ids, torch.arange(width, device=device) < lengths[:, None], vocabulary)
 
 
