@@ -144,7 +144,10 @@ LoraSource = dict[str, Any] | LoraConfig | None
 def spread(values: Tensor, batch: RolloutBatch) -> Tensor:
     """Put values of response tokens ``[tokens]`` back in their rows, float32 ``[N, R]`` with 0 elsewhere."""
     mask = batch.response_mask
-    return torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_scatter(mask, values.float())
+    # Places are counted on the device: a masked copy, or its gradient, would let the host wait to learn how many.
+    places = (mask.flatten().cumsum(0) - 1).clamp(min=0)
+    known = torch.cat([values.float(), values.new_zeros(1, dtype=torch.float32)])  # a batch may have no token
+    return known.gather(0, places).view(mask.shape).masked_fill(~mask, 0.0)
 
 
 def _padded_ids(batch: RolloutBatch) -> Tensor:
