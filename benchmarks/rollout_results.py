@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 
+from lightning_verl.tuning.shapes import SHAPES
+
 COMMAND = "python benchmarks/rollout.py --output docs/benchmarks/rollout.json"
+TESTED_GAP = 1e-5
+"""Largest difference of log-probs that tests of tiny models allow in fp32."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +180,48 @@ def page(result: Result) -> str:
         columns = " | ".join(_times(own, other) for other in others)
         lines.append(f"| {case.work.name} | {own.tokens_per_second:,.0f} tokens/s | {columns} | {floor} |")
     lines += ["", "Multiples: how many times the other's tokens a second the native engine makes.", ""]
-    return "\n".join([*lines, *_start_lines(result), *_other_lines(result)])
+    return "\n".join([*lines, *_drawn_lines(result), *_start_lines(result), *_other_lines(result)])
+
+
+def _drawn_lines(result: Result) -> list[str]:
+    """Why drawn lengths give other multiples than equal ones of the same shape."""
+    lines: list[str] = []
+    for case in (case for case in result.cases if case.work.drawn and case.vllm):
+        equal = _with_equal_lengths(case, result)
+        if equal is None:
+            continue
+        lengths = case.work.lengths()
+        speeds = [("the native engine", equal.native["default"], case.native["default"])]
+        speeds += [(f"vLLM {kind}", equal.vllm[kind], case.vllm[kind]) for kind in ("with log-probs", "without")]
+        steps = [
+            f"{_step_ms(equal.work, whole):.2f} and {_step_ms(case.work, drawn):.2f} ms in {name}"
+            for name, whole, drawn in speeds
+        ]
+        lines += [
+            f"With drawn lengths the batch of {case.work.shape} empties: {sum(lengths):,} tokens in the "
+            f"{max(lengths):,} steps of the longest response are {sum(lengths) / max(lengths):.0f} rows a step on "
+            f"average, of {len(lengths)} at the start, which equal lengths keep to the end. With equal and with drawn "
+            f"lengths a step (seconds by tokens of the longest response, prompts included) takes {', '.join(steps)}. "
+            "The fewer rows there are, the less vLLM takes for a step; the native engine's hardly depends on them "
+            "here, so that its multiples are smaller.",
+            "",
+        ]
+    return lines
+
+
+def _with_equal_lengths(drawn: Case, result: Result) -> Case | None:
+    """The case of the same model and rows whose responses are equally long."""
+
+    def rows(work: Work) -> tuple[str, int, int]:
+        return work.shape, work.prompts, work.n
+
+    cases = (case for case in result.cases if not case.work.drawn and case.vllm)
+    return next((case for case in cases if rows(case.work) == rows(drawn.work)), None)
+
+
+def _step_ms(work: Work, speed: Speed) -> float:
+    """Milliseconds by tokens of the longest response."""
+    return speed.seconds / max(work.lengths()) * 1e3
 
 
 def _start_lines(result: Result) -> list[str]:
@@ -208,6 +254,7 @@ def _other_lines(result: Result) -> list[str]:
         f"mean {gap.mean:.2g}."
         for gap in result.gaps
     ]
+    lines += _rounding_lines(result)
     if result.divergence:
         places = result.divergence.first_place
         where = "" if places is None else f", first at token {places:.0f} on average"
@@ -227,9 +274,38 @@ def _other_lines(result: Result) -> list[str]:
             f"`offload_kvcache`, {offload.work.name}: {offload.bytes_whole / 1e9:.1f} GB at the peak with the whole "
             f"cache, {offload.bytes_offloaded / 1e9:.1f} GB with a smaller one ({saved:.0%} less) at {slower:.0%} "
             f"fewer tokens a second; {offload.preemptions} samples stepped back, {offload.swapped_bytes / 1e9:.1f} GB "
-            f"went to host memory and back; {offload.same_tokens:.1%} of the tokens are the same.",
+            f"went to host memory and back; {offload.same_tokens:.1%} of the tokens are the same."
+            f"{_why_not_all(offload)}",
         ]
     return [*lines, ""]
+
+
+def _rounding_lines(result: Result) -> list[str]:
+    """What a difference in fp32 above that of the tests is made of."""
+    gap = next((gap for gap in result.gaps if gap.dtype == "float32" and gap.largest > TESTED_GAP), None)
+    shape = next((case.work.shape for case in result.cases if len(case.native) > 1), None)  # the one of all variants
+    if gap is None or shape is None:
+        return []
+    size = math.log(SHAPES[shape][5])
+    spacing = 2.0 ** (math.floor(math.log2(size)) - 23)
+    return [
+        "",
+        f"Random weights spread over the {SHAPES[shape][5]:,} tokens of {shape}, so that a log-prob is about "
+        f"-ln({SHAPES[shape][5]:,}) = -{size:.1f}: fp32 numbers of that size are {spacing:.2g} apart, and "
+        f"{gap.largest:.2g} is {gap.largest / size:.2g} of it, rounding of sums in another order. The tests hold tiny "
+        f"models, whose log-probs are about -ln(128) = -{math.log(128):.1f}, to {TESTED_GAP:g}.",
+    ]
+
+
+def _why_not_all(offload: Offload) -> str:
+    """Why samples differ though no key or value was lost."""
+    if offload.same_tokens == 1:
+        return ""
+    return (
+        " With the smaller cache fewer rows run together, and another batch size rounds differently in bf16, as above: "
+        "one other token, and all that follow it are drawn after another text. The same comparison with a tiny model "
+        "in fp32 on the CPU gives the same tokens (tests/test_rollout_benchmark.py)."
+    )
 
 
 def _times(own: Speed, other: Speed | None) -> str:

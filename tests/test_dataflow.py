@@ -10,6 +10,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
 
 from lightning_verl import (
     GRPO,
@@ -149,3 +150,60 @@ def test_a_layout_of_another_size_is_refused() -> None:
         assert engine.generate([[3, 4]], SamplingParams(max_new_tokens=2)).weight_version == 0
     with flow.get_actor_for_update(dp_size=1) as actor:
         assert actor(rows_of_lengths([5]))[0].requires_grad
+
+
+SHARDS = {  # dim that both layouts cut, None where a tensor rank has all; shape whole, and a half of it
+    "model.embed_tokens.weight": (0, (128, 64), (64, 64)),
+    "model.layers.0.self_attn.q_proj.weight": (0, (64, 64), (32, 64)),
+    "model.layers.1.self_attn.o_proj.weight": (1, (64, 64), (64, 32)),
+    "model.layers.0.mlp.up_proj.weight": (0, (128, 64), (64, 64)),
+    "model.layers.1.mlp.down_proj.weight": (1, (64, 128), (64, 64)),
+    "model.norm.weight": (None, (64,), (32,)),
+}
+
+
+def both_layouts() -> list[dict[str, dict[str, Tensor]]]:
+    """Weights of this rank in the rollout and in the update, and whole, before and after a training step."""
+    strategy = HybridStrategy((2, 1, 1, 1), hybrid_engine_config={"rollout_tp": 2})
+    fabric = Fabric(accelerator="cpu", strategy=strategy)
+    fabric.launch()
+    flow = HybridDataFlow(Actor(tiny_model("qwen3"), tokenizer=char_tokenizer()))
+    flow.setup(fabric)
+    flow.setup_optimizers({"actor": 1e-2})
+    found = []
+    for version in (0, 1):
+        with flow.get_actor_for_rollout(tp_size=2) as engine:
+            rollout = {name: value.detach().clone() for name, value in engine.model.named_parameters()}
+            rollouts = engine.generate([[3, 4], [5]], SamplingParams(max_new_tokens=4, n=2))
+            assert (rollouts.weight_version, len(rollouts.lengths)) == (version, 4)
+        with flow.get_actor_for_update(dp_size=2) as actor:
+            trained = dict(flow.modules["actor"].model.named_parameters())  # type: ignore[operator, union-attr]
+            update = {name: value.to_local().detach().clone() for name, value in trained.items()}
+            whole = {name: value.full_tensor().detach().clone() for name, value in trained.items()}
+            fabric.backward(actor(rows_of_lengths([5, 7]))[0].sum())
+            flow.optimizers["actor"].step()
+        found.append({"rollout": rollout, "update": update, "whole": whole})
+    with pytest.raises(ValueError, match=r'tp_size=1, but .*\{"rollout_tp": 2\}'):
+        flow.get_actor_for_rollout(tp_size=1)
+    with pytest.raises(ValueError, match=r'dp_size=1, but .*\{"dp": 2\}'):
+        flow.get_actor_for_update(dp_size=1)
+    return found
+
+
+def test_two_ranks_hold_the_same_weights_in_the_layout_that_they_ask_for() -> None:
+    ranks = run_ranks(both_layouts, 2)
+    start = dict(tiny_model("qwen3").named_parameters())
+    for rank, (first, second) in enumerate(ranks):
+        for name, (dim, shape, half) in SHARDS.items():
+            assert first["whole"][name].shape == shape
+            torch.testing.assert_close(first["whole"][name], start[name].detach(), rtol=0, atol=0)
+            for weights in (first, second):
+                whole = weights["whole"][name]
+                shard, cut = whole.chunk(2, dim or 0)[rank], weights["rollout"][name]
+                assert cut.shape == (shape if dim is None else half)
+                torch.testing.assert_close(cut, whole if dim is None else shard, rtol=0, atol=0)
+                assert weights["update"][name].shape == half
+                torch.testing.assert_close(weights["update"][name], shard, rtol=0, atol=0)
+            # AdamW's first step moves every element that has a gradient by the learning rate, 0.01.
+            moved = (second["whole"][name] - first["whole"][name]).abs().max().item()
+            assert moved == pytest.approx(0.01, rel=0.02)

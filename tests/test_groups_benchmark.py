@@ -54,6 +54,9 @@ def test_the_page_shows_means_largest_and_the_ratio(benchmark: ModuleType) -> No
     )
     # 21.2 / 2.0
     assert "is 10.6 times faster" in text
+    # 21.2 - 2.0, and a twentieth of it
+    assert "The difference, 19.20 of 21.20 ms, is 0.96 ms for each of the 20 gathers." in text
+    assert "the mean little (2.00 to 1.80 ms); the slowest of 30 took 2.00 ms instead of 21.30." in text
     assert "30 repeats after 5, the kinds in turn; 2 x Some GPU; torch 2.13.0, nccl 2.28.9." in text
 
 

@@ -60,6 +60,36 @@ def test_the_page_shows_multiples_and_shares(benchmark: ModuleType) -> None:
     assert "bfloat16: largest difference 0.12, mean 0.023." in text
     # 1 - 30 / 40 and 1 - 900 / 1000
     assert "(25% less) at 10% fewer tokens a second; 5 samples stepped back" in text
+    assert "99.9% of the tokens are the same. With the smaller cache fewer rows run together" in text
+
+
+def test_the_page_says_why_figures_are_not_what_one_expects(benchmark: ModuleType) -> None:
+    results = benchmark.import_module("rollout_results")
+
+    def case(drawn: bool, tokens: int, *seconds: float) -> object:
+        work = results.Work("1.5B", 2, 2, 8, tokens, drawn)
+        own, logprobs, without = (results.Speed(spent, sum(work.lengths()) / spent) for spent in seconds)
+        native = {"default": own, **({} if drawn else {"no graphs": own})}
+        return results.Case(work, native, None, {"with log-probs": logprobs, "without": without}, None)
+
+    drawn = results.Work("1.5B", 2, 2, 8, 64, True).lengths()
+    longest = max(drawn)
+    cases = [case(False, 16, 0.16, 0.32, 0.24), case(True, 64, longest * 9e-3, longest * 12e-3, longest * 0.01)]
+    offload = results.Offload(results.Work("1.5B"), 40, 30, 10.0, 9.0, 2, 5, 1.0)
+    gaps = [results.Gap("float32", 2.4e-5, 1e-6)]
+    text = benchmark.page(results.Result("Some GPU", 4e12, cases, gaps, None, offload, {"torch": "2"}))
+    rows = f"{sum(drawn) / longest:.0f} rows a step on average, of 4 at the start"
+    assert f"{sum(drawn)} tokens in the {longest} steps of the longest response are {rows}" in text
+    # 0.16, 0.32 and 0.24 s by 16 tokens
+    steps = "10.00 and 9.00 ms in the native engine, 20.00 and 12.00 ms in vLLM with log-probs, 15.00 and 10.00 ms in"
+    assert f"takes {steps} vLLM without." in text
+    # ln 151,936 = 11.93 lies between 8 and 16, where fp32 has steps of 8 / 2^23; 2.4e-5 / 11.93
+    assert "-ln(151,936) = -11.9: fp32 numbers of that size are 9.5e-07 apart, and 2.4e-05 is 2e-06 of it" in text
+    assert "100.0% of the tokens are the same.\n" in text
+    small = [results.Gap("float32", 1e-5, 1e-6)]
+    text = benchmark.page(results.Result("Some GPU", 4e12, cases[:1], small, None, None, {"torch": "2"}))
+    assert "-ln(" not in text, "the tests hold that"
+    assert "With drawn lengths" not in text
 
 
 def test_the_page_is_that_of_the_kept_result(benchmark: ModuleType) -> None:

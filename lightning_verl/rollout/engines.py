@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.utilities import rank_zero_info
 
 from lightning_verl.rollout.base import RolloutEngine
 from lightning_verl.rollout.native.options import NativeOptions
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 
 ENGINES = ("auto", "native", "transformers", "vllm")
 """Names of engines; "auto" is "native" for the families that it is tested with, and "transformers" for others."""
-
-_log = logging.getLogger(__name__)
 
 
 def check_engine_options(owner: str, name: str, options: Mapping[str, Any]) -> None:
@@ -121,11 +120,11 @@ def build_engine(
 
 
 def _takes_native(model: PreTrainedModel) -> bool:
-    """Whether "auto" takes the native engine; says so in the log where it does not."""
+    """Whether "auto" takes the native engine; rank 0 says in the log where and why it does not."""
     problem = native_problem(model)
     family = model.config.get_text_config().model_type
     if problem is None and family not in TESTED:
         problem = f"the native engine is not tested with the family {family!r}"
     if problem is not None:
-        _log.info("%s is rolled out with engine='transformers': %s.", type(model).__name__, problem)
+        rank_zero_info(f"{type(model).__name__} is rolled out with engine='transformers': {problem}.")
     return problem is None

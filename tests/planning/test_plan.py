@@ -248,6 +248,39 @@ def test_offloaded_activations_are_on_the_host(model: str) -> None:
     assert layers_of(plan)[2] == "  reference  compiled"
 
 
+# ---- resharding of Qwen3-8B on 8 ranks -------------------------------------------------------------------------------
+
+
+def plan_of_qwen3_8b(monkeypatch: pytest.MonkeyPatch, mesh: tuple[int, int], rollout_tp: int) -> Plan:
+    """The plan of examples/plan on 8 ranks."""
+    monkeypatch.chdir(ROOT)
+    strategy = StrategyConfig((*mesh, 1, 1), {}, {"rollout_tp": rollout_tp})
+    return make_plan(replace(read_config(["examples/plan/plan.yaml"]), strategy=strategy))
+
+
+def test_qwen3_8b_receives_norms_only_where_update_and_rollout_shards_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    # In bf16, 36 x (2 x 4096 + 2 x 128) + 4096 numbers of norms, of which a rank holds an eighth, or over 4 shards a
+    # quarter; all the rest is where it is wanted.
+    norms = 2 * (36 * 8_448 + 4_096)
+    for mesh, held in (((8, 1), 8), ((4, 2), 4)):
+        plan = plan_of_qwen3_8b(monkeypatch, mesh, 8)
+        assert plan.received == (norms - norms // held,) * 8
+        assert max(plan.received) <= 1e6
+    assert "training -> rollout: 0.00 GB received at most, 0.00 GB at least; " in report(plan)
+
+
+def test_qwen3_8b_receives_the_missing_half_where_the_rollout_is_coarser(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of_qwen3_8b(monkeypatch, (8, 1), 4)
+    assert (plan.layouts["actor"].shards, plan.layouts["rollout"].tensor, plan.layouts["rollout"].replicas) == (8, 4, 2)
+    # A quarter of matrices and vocabulary is wanted and an eighth is held; norms are wanted whole.
+    norms = 2 * (36 * 8_448 + 4_096)
+    rest = 2 * 8_190_735_360 - norms
+    assert plan.received == (rest // 4 - rest // 8 + norms - norms // 8,) * 8
+    assert plan.received[0] == pytest.approx(2.05e9, rel=2e-3)
+    line = "training -> rollout: 2.05 GB received at most, 2.05 GB at least; the whole model has 16.38 GB"
+    assert line in report(plan)
+
+
 # ---- 1,024 ranks -----------------------------------------------------------------------------------------------------
 
 

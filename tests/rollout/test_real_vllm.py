@@ -14,7 +14,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -29,14 +29,20 @@ from lightning_verl.rollout.sampling import SamplingParams
 from lightning_verl.rollout.transformers import TransformersEngine
 from lightning_verl.rollout.vllm import VLLMEngine
 from lightning_verl.testing import char_tokenizer, run_ranks, tiny_model
+from lightning_verl.testing.tiny import Family
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gpt2")
-"""qwen2 and gpt2 tie their heads, gpt2 has learned positions, qwen3_moe packed experts."""
+FAMILIES = get_args(Family)
+"""qwen2, gpt2 and the gemmas tie their heads, gpt2 has learned positions, qwen3_moe packed experts; mistral's layers
+see 8 tokens, one of two of gemma2 and gemma3 sees 20; gemma2 caps scores and logits."""
+SCALES = {"gemma": 0.3, "gemma2": 0.03, "gemma3": 0.03}
+"""Of their weights: at the usual one the embedding, scaled up and tied to the head, outweighs the layers, so that
+greedy decoding repeats the last token for ever."""
 LONG = list(range(3, 73))
 """More than two blocks of vLLM's cache, so that its start is taken from the prefix cache."""
 PROMPTS = [[1, 5, 9], [7], LONG, [11, 0, 12, 0], [3, 4, 8, 15, 16, 23, 30, 2]]  # pad and end tokens in prompts are real
+BLOCKS = {"engine_args": {"block_size": 32}}
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12)
 SAMPLINGS = {
     "temperature": SamplingParams(temperature=0.7, max_new_tokens=12, n=2, seed=5),
@@ -47,6 +53,11 @@ SAMPLINGS = {
     "greedy penalty": SamplingParams(temperature=0, repetition_penalty=1.3, logit_bias={5: 2.0}, max_new_tokens=12),
     "minimum": SamplingParams(min_new_tokens=4, stop_token_ids=tuple(range(3, 64)), max_new_tokens=12, n=2),
 }
+CROWD = [[3 + (7 * row + 5 * place) % 60 for place in range(40 + row)] for row in range(8)]
+CROWDED = SamplingParams(temperature=0, max_new_tokens=60)
+SMALL_CACHE = 15 * 2 * 2 * 32 * 2 * 32 * 4
+"""Bytes of 15 blocks (layers x keys and values x 32 tokens x 2 heads of 32 x fp32), of which ``CROWD`` needs up to 4
+a sequence, 32 in all."""
 SPOTS = ("schedule", "execute_model", "sample_tokens", "update_from_output", "process_outputs", "add_request")
 """Calls within a step of vLLM that an interrupt comes before and after."""
 
@@ -54,11 +65,12 @@ SPOTS = ("schedule", "execute_model", "sample_tokens", "update_from_output", "pr
 def make_model(family: str, seed: int = 0, **overrides: Any) -> Any:
     """A tiny model with heads of 32, the smallest that vLLM's attention takes on the CPU."""
     heads = {"n_head": 2} if family == "gpt2" else {"num_attention_heads": 2, "num_key_value_heads": 2}
-    return tiny_model(family, seed=seed, **heads, **overrides)  # type: ignore[arg-type]
+    entries = {**heads, **({"initializer_range": SCALES[family]} if family in SCALES else {}), **overrides}
+    return tiny_model(family, seed=seed, **entries)  # type: ignore[arg-type]
 
 
 def make_engine(family: str, **changes: Any) -> VLLMEngine:
-    options = {"max_num_seqs": 16, "engine_args": {"block_size": 32}}
+    options = {"max_num_seqs": 16, **BLOCKS}
     return VLLMEngine(make_model(family), **{"pad_token_id": 0, "eos_token_ids": [2], "options": options, **changes})
 
 
@@ -100,6 +112,7 @@ def generate_with_every_family() -> dict[str, Any]:
             found |= interrupts(engine)
         engine.close()
     found["stopped"] = stop_at_strings()
+    found["crowded"] = generate_in_a_small_cache()
     found["threads"] = torch.set_num_threads is setter, torch.get_num_threads()
     found["random"] = states[0] == random.getstate(), torch.equal(states[1], torch.get_rng_state())
     found["environment"] = {
@@ -169,6 +182,7 @@ def test_greedy_equals_transformers_for_each_version(family: str) -> None:
         assert rollouts.finish_reasons == expected.finish_reasons
         torch.testing.assert_close(rollouts.logprobs, expected.logprobs, atol=1e-5, rtol=0)
         assert rollouts.weight_version == version
+        assert max(len(set(response)) for response in responses(rollouts)) > 2  # no token is merely repeated
     assert responses(found[family, "greedy", 0])[2] != responses(found[family, "greedy", 1])[2]
     assert found[family, "alone"] == responses(found[family, "greedy", 1])
 
@@ -258,6 +272,34 @@ def test_a_stop_string_ends_a_response_at_the_completing_token() -> None:
     for row, response in enumerate(stopped):
         assert response == free[row][: len(response)]
         assert (reasons[row] is FinishReason.LENGTH) is (len(response) == 12)
+
+
+def generate_in_a_small_cache() -> tuple[Rollouts, int]:
+    """Greedy responses from a cache that cannot hold them together, and how many requests vLLM put off."""
+    engine = make_engine("llama", options={"max_num_seqs": 16, "kv_cache_bytes": SMALL_CACHE, **BLOCKS})
+    engine.load_weights(make_model("llama").named_parameters(), 0)
+    engine.generate([CROWD[0]], GREEDY)  # starts vLLM
+    scheduler = engine._vllm.engine_core.engine_core.scheduler
+    original, preemptions = scheduler._preempt_request, 0
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        nonlocal preemptions
+        preemptions += 1
+        return original(*arguments, **options)
+
+    scheduler._preempt_request = counted
+    rollouts = engine.generate(CROWD, CROWDED)
+    engine.close()
+    return rollouts, preemptions
+
+
+def test_requests_that_vllm_puts_off_end_as_if_they_had_not_been() -> None:
+    rollouts, preemptions = results()["crowded"]
+    assert preemptions >= 1
+    expected = reference(make_model("llama"), CROWD, CROWDED)
+    assert responses(rollouts) == responses(expected)
+    assert max(len(response) for response in responses(rollouts)) == 60
+    torch.testing.assert_close(rollouts.logprobs, expected.logprobs, atol=1e-5, rtol=0)
 
 
 # ---- under the strategy ----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,6 +30,8 @@ UPDATES: dict[str, tuple[tuple[int, int, int, int], Mapping[str, Any]]] = {
     "fsdp2xtp2": ((2, 2, 1, 1), {"dp": 2, "tp": 2}),
     "tp4": ((1, 4, 1, 1), {"dp": 1, "tp": 4}),
     "fsdp2xep2": ((2, 1, 1, 2), {"dp": 2, "ep": 2}),
+    "fsdp2": ((2, 1, 1, 1), {"dp": 2}),
+    "ep2": ((1, 1, 1, 2), {"dp": 1, "ep": 2}),
 }
 FAMILIES = ("qwen2", "qwen3")
 """A head that is tied to the embedding; one of its own, with normalised queries and keys."""
@@ -124,9 +127,13 @@ def there_and_back(
 
 @pytest.mark.parametrize("update", UPDATES)
 def test_every_layout_there_and_back(update: str) -> None:
-    families, rollout_tps = (("qwen3_moe",), [1, 2]) if "ep" in update else (FAMILIES, [1, 2, 4])
+    mesh, entry = UPDATES[update]
+    world, experts = math.prod(mesh), entry.get("ep", 1)
+    families = ("qwen3_moe",) if experts > 1 else FAMILIES
+    rollout_tps = [tensor for tensor in (1, 2, 4) if world // experts % tensor == 0]  # expert ranks stay what they are
     reference = one_process(families)
-    for found in run_ranks(there_and_back, 4, update, families, rollout_tps, timeout=55):
+    for found in run_ranks(there_and_back, world, update, families, rollout_tps, timeout=55):
+        assert set(found) == {(family, tensor) for family in families for tensor in rollout_tps}
         for (family, _), made in found.items():
             for one, other in zip(reference[family], made, strict=True):
                 assert one.response_ids.tolist() == other.response_ids.tolist()
