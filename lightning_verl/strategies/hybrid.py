@@ -238,10 +238,6 @@ class HybridStrategy(ModelParallelStrategy):
         """Whether a group was put in place for a role's operation."""
         return self._groups.has(role, operation)
 
-    def create_group(self, ranks: Sequence[int], description: str) -> dist.ProcessGroup | None:
-        """Create one more group with the strategy's backend and time-out, None outside (a collective call of all)."""
-        return self._groups.create(ranks, description)
-
     def phase(self, role: str, name: str) -> AbstractContextManager[None]:
         """A context for what a role does together; where a collective in it fails, the error names the missing ranks.
 
