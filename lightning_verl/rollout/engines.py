@@ -47,6 +47,26 @@ def check_engine_options(owner: str, name: str, options: Mapping[str, Any]) -> N
         )
 
 
+def check_native_options(owner: str, name: str, options: Mapping[str, Any]) -> None:
+    """Refuse what a strategy says of the native engine's cache where another engine generates.
+
+    Args:
+        owner: The class that has the engine, for messages.
+        name: One of ``ENGINES``; "auto" is let pass, since the family decides.
+        options: Options of the native engine.
+
+    Raises:
+        ValueError: There are options, and the engine is another one.
+    """
+    if options and name not in ("auto", "native"):
+        given = ", ".join(f"{option}={value!r}" for option, value in options.items())
+        own = " vLLM's own go into engine_options={'engine_args': {...}}." if name == "vllm" else ""
+        raise ValueError(
+            f"HybridStrategy({given}) speaks to the native engine, but {owner} has engine={name!r}, which has no such "
+            f"options; leave them out, or choose engine='native'.{own}"
+        )
+
+
 def check_engine(owner: str, name: str, options: Mapping[str, Any]) -> None:
     """Refuse an engine that cannot be built, before anything is.
 
