@@ -125,7 +125,7 @@ def build_engine(
         return VLLMEngine(
             model, pad_token_id=pad_token_id, eos_token_ids=eos_token_ids, tokenizer=tokenizer, options=options
         )
-    if name == "native" or (name == "auto" and _takes_native(model)):
+    if name == "native" or (name == "auto" and _takes_native(model, options or {})):
         from lightning_verl.rollout.native import NativeEngine
 
         return NativeEngine(
@@ -140,7 +140,7 @@ def build_engine(
     return TransformersEngine(model, pad_token_id=pad_token_id, eos_token_ids=eos_token_ids, tokenizer=tokenizer)
 
 
-def _takes_native(model: PreTrainedModel) -> bool:
+def _takes_native(model: PreTrainedModel, options: Mapping[str, Any]) -> bool:
     """Whether "auto" takes the native engine; says so in the log where it does not."""
     problem = native_problem(model)
     family = model.config.get_text_config().model_type
@@ -148,4 +148,6 @@ def _takes_native(model: PreTrainedModel) -> bool:
         problem = f"the native engine is not tested with the family {family!r}"
     if problem is not None:
         _log.info("%s is rolled out with engine='transformers': %s.", type(model).__name__, problem)
+        if options:
+            _log.warning("engine='transformers' has no options, so nothing comes of %s.", dict(options))
     return problem is None

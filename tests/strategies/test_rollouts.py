@@ -11,6 +11,7 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from transformers import BloomConfig
 
 from lightning_verl import Actor, HybridStrategy, SamplingParams
 from lightning_verl.roles import actor as actor_module
@@ -173,6 +174,21 @@ def test_engines_without_such_a_cache_refuse_the_strategys() -> None:
         fabric.setup_module(actor)
     with pytest.raises(ValueError, match=r"got \{'offload_kvcache': True\}.*but OwnActor has no take_engine_options"):
         fabric.setup_module(OwnActor())
+
+
+def test_auto_says_that_nothing_comes_of_a_cache_where_it_takes_transformers(caplog: pytest.LogCaptureFixture) -> None:
+    config = BloomConfig(vocab_size=len(char_tokenizer()), hidden_size=16, n_layer=1, n_head=2)
+    for kind, lines in (("auto", 0), ("fp8", 1)):
+        caplog.clear()
+        fabric = Fabric(accelerator="cpu", strategy=HybridStrategy(kv_cache_dtype=kind))
+        fabric.launch()
+        actor = Actor(config, tokenizer=char_tokenizer())
+        fabric.setup_module(actor)
+        assert type(actor.engine).__name__ == "TransformersEngine"
+        warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert (
+            warnings == ["engine='transformers' has no options, so nothing comes of {'kv_cache_dtype': 'fp8'}."] * lines
+        )
 
 
 class OwnActor(nn.Module):
