@@ -161,7 +161,7 @@ class HybridDataFlow:
         self.gate = Gate(fabric.strategy)
         self._early = EarlyScoring(fabric.strategy, self.modules)
         self.budget = MicroBatchBudget(fabric.strategy, self.modules, self.optimizers)
-        self._exchange = RowExchange(fabric.strategy, [("actor", role) for role in (*ROLES, "rollout")])
+        self._exchange = RowExchange(fabric.strategy)
         actor = self.modules["actor"]
         if "reference" not in self.modules and getattr(actor, "has_adapter", False):
             self.adapter_reference = AdapterReference(actor)
@@ -240,13 +240,13 @@ class HybridDataFlow:
         self._max_response_length = sampling.max_new_tokens
         if not self._holds("actor"):
             return no_rollouts(prompts, sampling.temperature).to(self.fabric.device)
-        rows, receipt = self._exchange.there(prompts, "actor", "rollout")
+        rows, receipt = self._exchange.there(prompts, "rollout")
         with self.strategy.rollout(self.modules["actor"]) as engine:
             self._record_resharding()
             watch = self._early.watch(engine, rows, sampling.n, self.tokenizer, self.skip_special_tokens)
             options = {} if watch is None else {"watch": watch}
             answered = AnsweredPrompts.of(engine.generate(rows, sampling, step=step, **options), sampling)
-        rollouts = self._exchange.back(answered, receipt, "actor", "rollout").rollouts(sampling)
+        rollouts = self._exchange.back(answered, receipt, "rollout").rollouts(sampling)
         texts = None if watch is None else watch.texts
         return join_rollouts(prompts, rollouts, self.tokenizer, sampling, self.skip_special_tokens, texts)
 
@@ -284,7 +284,7 @@ class HybridDataFlow:
         reward = self.modules["reward"]
         has_weights = next(reward.parameters(), None) is not None
         role = "reward" if has_weights or self.reward_is_apart else "actor"
-        rows, receipt = self._exchange.there(batch, "actor", role)
+        rows, receipt = self._exchange.there(batch, role)
         scoring = Scoring(batch, role, receipt)
         started = time.perf_counter()
         try:
@@ -315,7 +315,7 @@ class HybridDataFlow:
             scores = share_from_speaker(scoring.scores, self.strategy, role)
             self._record_scores(scores, self._speaks(role))
             figures = Scored(scores.values.to(device), scores.valid.to(device))
-        back = self._exchange.back(figures, scoring.receipt, "actor", role)
+        back = self._exchange.back(figures, scoring.receipt, role)
         return Experience(scoring.batch, back.values, back.valid)
 
     @watched("log-probs", "actor")
@@ -354,7 +354,7 @@ class HybridDataFlow:
             experience: The rows that this rank holds in the actor's layout.
             loss: The loss of a micro-batch.
         """
-        rows, _ = self._exchange.there(experience, "actor", role, balance=True)
+        rows, _ = self._exchange.there(experience, role, balance=True)
         if not self._holds(role):
             return
         counts = self._speaks(role)
@@ -384,7 +384,7 @@ class HybridDataFlow:
 
     def _forward(self, role: str, batch: RolloutBatch, run: Callable[[Any, RolloutBatch], Tensor]) -> Tensor:
         """A pass without gradients over all rows of a batch, on the role's layout."""
-        rows, receipt = self._exchange.there(batch, "actor", role, balance=True)
+        rows, receipt = self._exchange.there(batch, role, balance=True)
         result = torch.zeros_like(rows.rollout_logprobs)
         if self._holds(role):
             batches, _ = self._plan(role, Experience(rows, rows.prompt_lengths, rows.prompt_lengths > 0))
@@ -393,7 +393,7 @@ class HybridDataFlow:
             for part, figures in zip(batches.bins, found, strict=False):
                 result[part, : figures.shape[1]] = figures
             self._passes[role].share(result)
-        values = self._exchange.back(Figures(result), receipt, "actor", role).values
+        values = self._exchange.back(Figures(result), receipt, role).values
         return values[:, : batch.response_width]
 
     def _plan(self, role: str, rows: Experience) -> tuple[MicroBatches, Normalizer]:

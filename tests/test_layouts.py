@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +11,28 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
+from lightning.fabric.loggers import CSVLogger
 
-from lightning_verl import HybridStrategy, RewardFunction
+from lightning_verl import (
+    PPO,
+    Actor,
+    AsyncRolloutDataset,
+    Critic,
+    HybridDataFlow,
+    HybridStrategy,
+    Reference,
+    RewardFunction,
+    RLTrainer,
+    SamplingParams,
+)
+from lightning_verl.callbacks import NCCLGroupIsolation, PrefetchLoader, RewardEMA
 from lightning_verl.data.experience import RolloutBatch
+from lightning_verl.quickstart.curves import read_logs
 from lightning_verl.quickstart.evaluation import greedy_accuracy
 from lightning_verl.quickstart.main import Quickstart, _make_rl, _make_roles, _make_sft
-from lightning_verl.quickstart.task import MAX_NEW_TOKENS, make_split
+from lightning_verl.quickstart.task import MAX_NEW_TOKENS, make_split, task_tokenizer
 from lightning_verl.resharding.executor import ReshardReport
-from lightning_verl.testing import run_ranks
+from lightning_verl.testing import run_ranks, tiny_model
 
 STEPS = 5
 SMALL = Quickstart(
@@ -110,6 +126,91 @@ def test_the_first_steps_are_the_same(
 
 def test_four_processes_with_a_layout_for_every_role(one_process: dict[str, Recorder]) -> None:
     compare(one_process["ppo"], run_ranks(first_steps, 4, "ppo", **AS_PRINTED))
+
+
+def score(response: str, answer: str) -> float:
+    """How often a digit of the answer comes, wherever."""
+    return float(sum(character in answer for character in response))
+
+
+def printed_script(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Two steps of the script of four roles with its callbacks, loader and logger: what it left."""
+    recorder, isolation, average = Recorder(), NCCLGroupIsolation(), RewardEMA(decay=0.995)
+    logger = CSVLogger(folder, name=f"logs_of_{len(options)}")
+    callbacks = [average, isolation, PrefetchLoader(depth=4), recorder]
+    fabric = Fabric(accelerator="cpu", strategy=HybridStrategy(**options), loggers=[logger], callbacks=callbacks)
+    fabric.launch()
+    dataflow = HybridDataFlow(
+        actor=Actor(folder / "model", learning_rate=1e-3),
+        critic=Critic(folder / "model", learning_rate=1e-3),
+        reward=RewardFunction(score),
+        reference=Reference(folder / "model"),
+    )
+    data = AsyncRolloutDataset(
+        folder / "prompts.jsonl",
+        tokenizer=dataflow.tokenizer,
+        max_prompt_length=512,
+        prefetch_factor=4,
+        num_workers=1,  # of each rank
+    )
+    sizes = {"rollout_batch_size": 8, "update_batch_size": 2, "sampling": SamplingParams(max_new_tokens=4)}
+    last = RLTrainer(fabric, dataflow, PPO(kl=0.01), data, **sizes).fit(max_steps=2)
+    logger.finalize("success")
+    return {
+        "tokens": recorder.tokens,
+        "metrics": recorder.metrics,
+        "last": last,
+        "ema": (average.mean, average.std),
+        "updates": {role: fabric.strategy.weight_version(role) for role in ("actor", "critic", "reference")},
+        "groups": {(group.role, group.operation): group.ranks for group in isolation.report},
+    }
+
+
+@pytest.fixture
+def script_files(tmp_path: Path) -> Path:
+    tokenizer = task_tokenizer()
+    tiny_model("qwen3", vocab_size=len(tokenizer), max_position_embeddings=1024).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(str(tmp_path / "model"))
+    rows = [json.dumps({"prompt": f"{number}>", "answer": str(number + 1)}) for number in range(10, 50)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
+    return tmp_path
+
+
+def test_the_script_of_four_processes_runs_with_its_callbacks(script_files: Path) -> None:
+    (alone,) = run_ranks(printed_script, 1, script_files, {})
+    ranks = run_ranks(printed_script, 4, script_files, AS_PRINTED)
+    for number, found in enumerate(ranks):
+        # 8 prompts in mini-batches of 2: four optimizer steps of either role in each of two steps.
+        assert found["updates"] == {"actor": 8, "critic": 8, "reference": 0}
+        assert len(found["metrics"]) == 2
+        assert found["last"] == found["metrics"][-1]
+        for name in ("actor/loss", "critic/loss", "actor/grad_norm", "critic/grad_norm", "rollout/kl"):
+            assert all(math.isfinite(metrics[name]) for metrics in found["metrics"])
+        first, second = (metrics["reward/mean"] for metrics in found["metrics"])
+        assert min(first, second) > 0
+        assert first != second
+        # The second batch weighs (1 - d) / (1 - d^2) = 1 / (1 + d) = 1 / 1.995 of the moving mean.
+        for metrics, mean in zip(found["metrics"], (first, first + (second - first) / 1.995), strict=True):
+            assert metrics["reward/ema_mean"] == pytest.approx(mean, abs=1e-6)
+        assert (found["last"]["reward/ema_mean"], found["last"]["reward/ema_std"]) == found["ema"]
+        # Each role's gradients, gathers and rows, and the actor's weights, on groups of their own.
+        everybody = (0, 1, 2, 3)
+        tensor, shard = ((0, 1), (2, 3))[number // 2], ((0, 2), (1, 3))[number % 2]
+        expected = {("actor", "tensor"): tensor, ("actor", "gather"): shard, ("actor", "reduce"): shard}
+        expected |= {("critic", "reduce"): everybody, ("critic", "gather"): everybody, ("critic", "rows"): everybody}
+        expected |= {("actor", "rows"): everybody, ("actor", "reshard"): everybody}
+        expected |= {("reward", "scores"): everybody, ("reference", "tensor"): tensor}
+        assert found["groups"].items() >= expected.items()
+        assert ("critic", "tensor") not in found["groups"]
+        # The first step is that of one process.
+        assert found["tokens"][0] == alone["tokens"][0]
+        for name in ("actor/loss", "critic/loss", "actor/grad_norm", "critic/grad_norm", "reward/mean", "rollout/kl"):
+            torch.testing.assert_close(
+                found["metrics"][0][name], alone["metrics"][0][name], rtol=1e-5, atol=1e-5, msg=name
+            )
+    logged = read_logs(script_files / f"logs_of_{len(AS_PRINTED)}")
+    assert list(logged) == [0, 1]
+    assert logged[1]["reward/ema_mean"] == pytest.approx(ranks[0]["ema"][0])
 
 
 def compare(alone: Recorder, recorders: list[Recorder]) -> None:

@@ -39,8 +39,9 @@ class NCCLGroupIsolation:
 
     Without it, roles share one group an axis: the critic's gradient reduction waits until the parameter gathers that
     the actor has queued on the same communicator are through. Groups are made for parameter gathers, gradient
-    reduction, replicas, cut matrices, experts and scores, of each role, and for resharding the actor, wherever they
-    have more than one rank; those of roles that are never set up stay unused. Works with gloo too. One CPU process has
+    reduction, replicas, cut matrices, experts, statistics, and the rows that a role works on with their results, of
+    each role, and for resharding the actor, wherever they have more than one rank; those of roles that are never set up
+    stay unused. Works with gloo too. One CPU process has
     no groups and needs none.
 
     What it does not lift: ranks must still issue their collectives in one common order, over all groups.

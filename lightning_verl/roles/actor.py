@@ -18,7 +18,7 @@ from lightning_verl.models.quantize import Quantization, check_quantization
 from lightning_verl.parallel.vocabulary import VocabularyShard
 from lightning_verl.roles.base import LoraSource, Role, spread
 from lightning_verl.rollout.base import RolloutEngine
-from lightning_verl.rollout.engines import build_engine, check_engine, rollout_weights
+from lightning_verl.rollout.engines import build_engine, check_engine, check_native_options, rollout_weights
 from lightning_verl.strategies.engine import RolloutWeights
 
 
@@ -32,7 +32,8 @@ class Actor(Role):
         quantization: ``"nf4"`` holds the linear layers below the adapter in 4 bits (QLoRA); needs bitsandbytes.
         engine: What generates: "native", "transformers" or "vllm"; "auto" takes the native engine where the model's
             family is one that it is tested with, and transformers elsewhere.
-        engine_options: Options of the engine, see ``NativeOptions`` and ``VLLMOptions``.
+        engine_options: Options of the engine, see ``NativeOptions`` and ``VLLMOptions``; they win over the strategy's
+            ``kv_cache_dtype`` and ``offload_kvcache``.
         options: Those of ``Role``.
 
     Raises:
@@ -63,6 +64,7 @@ class Actor(Role):
         self.has_adapter = lora_config is not None
         self.tokenizer = tokenizer if tokenizer is not None else load_tokenizer(source)
         self._engine_name, self._engine_options = engine, dict(engine_options or {})
+        self._strategy_options: dict[str, Any] = {}
         self._engine: RolloutEngine | None = None
         self._generator: list[Any] = [self.model]  # in a list, so that it is no submodule
 
@@ -91,6 +93,18 @@ class Actor(Role):
         """Let the engine run on another module than the trained one; the strategy puts the weights into it."""
         self._generator, self._engine = [model], None
 
+    def take_engine_options(self, options: Mapping[str, Any]) -> None:
+        """Take a strategy's options for the engine; those that the actor was given win.
+
+        Args:
+            options: Options of the native engine.
+
+        Raises:
+            ValueError: The actor has an engine that knows none of them.
+        """
+        check_native_options(type(self).__name__, self._engine_name, options)
+        self._strategy_options, self._engine = dict(options), None
+
     @property
     def engine(self) -> RolloutEngine:
         """The rollout engine, built on first use. Its weights are in place inside ``strategy.rollout(actor)``."""
@@ -102,7 +116,7 @@ class Actor(Role):
                 pad_token_id=int(tokenizer.pad_token_id),
                 eos_token_ids=self.eos_token_ids,
                 tokenizer=cast(Any, tokenizer),
-                options=self._engine_options,
+                options={**self._strategy_options, **self._engine_options},
             )
         return self._engine
 

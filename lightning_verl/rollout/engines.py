@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning.fabric.utilities import rank_zero_info
+from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_verl.rollout.base import RolloutEngine
 from lightning_verl.rollout.native.options import NativeOptions
@@ -43,6 +43,26 @@ def check_engine_options(owner: str, name: str, options: Mapping[str, Any]) -> N
     elif options:
         raise ValueError(
             f"{owner}: engine={name!r} has no options, got engine_options={dict(options)}; leave them out."
+        )
+
+
+def check_native_options(owner: str, name: str, options: Mapping[str, Any]) -> None:
+    """Refuse what a strategy says of the native engine's cache where another engine generates.
+
+    Args:
+        owner: The class that has the engine, for messages.
+        name: One of ``ENGINES``; "auto" is let pass, since the family decides.
+        options: Options of the native engine.
+
+    Raises:
+        ValueError: There are options, and the engine is another one.
+    """
+    if options and name not in ("auto", "native"):
+        given = ", ".join(f"{option}={value!r}" for option, value in options.items())
+        own = " vLLM's own go into engine_options={'engine_args': {...}}." if name == "vllm" else ""
+        raise ValueError(
+            f"HybridStrategy({given}) speaks to the native engine, but {owner} has engine={name!r}, which has no such "
+            f"options; leave them out, or choose engine='native'.{own}"
         )
 
 
@@ -104,7 +124,7 @@ def build_engine(
         return VLLMEngine(
             model, pad_token_id=pad_token_id, eos_token_ids=eos_token_ids, tokenizer=tokenizer, options=options
         )
-    if name == "native" or (name == "auto" and _takes_native(model)):
+    if name == "native" or (name == "auto" and _takes_native(model, options or {})):
         from lightning_verl.rollout.native import NativeEngine
 
         return NativeEngine(
@@ -119,7 +139,7 @@ def build_engine(
     return TransformersEngine(model, pad_token_id=pad_token_id, eos_token_ids=eos_token_ids, tokenizer=tokenizer)
 
 
-def _takes_native(model: PreTrainedModel) -> bool:
+def _takes_native(model: PreTrainedModel, options: Mapping[str, Any]) -> bool:
     """Whether "auto" takes the native engine; rank 0 says in the log where and why it does not."""
     problem = native_problem(model)
     family = model.config.get_text_config().model_type
@@ -127,4 +147,6 @@ def _takes_native(model: PreTrainedModel) -> bool:
         problem = f"the native engine is not tested with the family {family!r}"
     if problem is not None:
         rank_zero_info(f"{type(model).__name__} is rolled out with engine='transformers': {problem}.")
+        if options:
+            rank_zero_warn(f"engine='transformers' has no options, so nothing comes of {dict(options)}.")
     return problem is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -37,47 +37,42 @@ Receipt = tuple[Placement, Placement] | None
 
 
 class RowExchange:
-    """Takes rows from the data ranks of one role to those of another, and results back.
+    """Takes rows from the actor's data ranks to those of another role, or of the rollout, and results back.
 
     Rows are spread evenly by what they cost (``rows.place_rows``). A rank gets the rows that it needs and no others;
-    one that holds a row already takes it from itself. The ranks of the two roles take part; the others only pass by. A
-    role on ranks of its own has a process group for its exchanges alone, so that those of other roles do not wait for
-    it.
+    one that holds a row already takes it from itself. The ranks of the two roles take part; the others only pass by.
+    Everything goes over the group of the role's operation ``rows`` (the actor's, for the rollout), which is made at the
+    role's set-up.
 
     Every rank of the world makes the same calls in the same order.
 
     Args:
-        strategy: Knows the layouts.
-        pairs: Pairs of source and target whose groups are made now, and not in the midst of a step (a collective call).
+        strategy: Knows the layouts and the groups.
     """
 
-    def __init__(self, strategy: HybridStrategy, pairs: Sequence[tuple[str, str]] = ()) -> None:
+    def __init__(self, strategy: HybridStrategy) -> None:
         self._strategy = strategy
-        self._groups: dict[tuple[str | None, tuple[int, ...]], dist.ProcessGroup | None] = {}
-        for source, target in pairs:
-            self._group(source, target)
 
-    def there(self, rows: TBatch, source: str, target: str, *, balance: bool = False) -> tuple[TBatch, Receipt]:
+    def there(self, rows: TBatch, target: str, *, balance: bool = False) -> tuple[TBatch, Receipt]:
         """Move rows to the target's data ranks (a collective call of both roles).
 
         Where both roles lie alike, rows stay and no rank waits for another, unless ``balance`` is set and there are
         several data ranks.
 
         Args:
-            rows: This rank's rows in the source's layout, with ``sizes``; none on ranks without the source.
-            source: The role whose layout they lie in.
-            target: The role that wants them.
+            rows: This rank's rows in the actor's layout, with ``sizes``; none on ranks without the actor.
+            target: The role that wants them, or ``"rollout"``.
             balance: Whether rows also move between the data ranks of roles that lie alike, where some have much more
                 than others (``rows.WORTH_MOVING``).
 
         Returns:
-            This rank's rows in the target's layout (none on ranks without it), in the order of the source's ranks, and
+            This rank's rows in the target's layout (none on ranks without it), in the order of the actor's ranks, and
             what ``back`` needs.
         """
-        held, wanted = self._strategy.layout(source), self._strategy.layout(target)
+        held, wanted = self._strategy.layout("actor"), self._strategy.layout(target)
         if held.lies_like(wanted) and not balance:
             return rows, None
-        group = self._group(source, target)
+        group = self._group(target)
         if group is None:
             return rows if held.lies_like(wanted) else rows.select([]), None
         receipt = place_rows(self._sizes(rows, held, group), held, wanted)
@@ -85,36 +80,29 @@ class RowExchange:
             return rows, None
         return self._move(rows, *receipt, group), receipt
 
-    def back(self, rows: TBatch, receipt: Receipt, source: str, target: str) -> TBatch:
+    def back(self, rows: TBatch, receipt: Receipt, target: str) -> TBatch:
         """Bring results of the rows that ``there`` gave back to where the rows came from (collective if they moved).
 
         Args:
             rows: One result for every row, in the rows' order.
             receipt: What ``there`` gave.
-            source: The role that the rows came from.
             target: The role that worked on them.
 
         Returns:
-            The results of this rank's own rows, in their order; none on ranks without the source.
+            The results of this rank's own rows, in their order; none on ranks without the actor.
         """
-        group = self._group(source, target)
+        group = self._group(target)
         if group is None or receipt is None:
-            return rows if self._strategy.layout(source).lies_like(self._strategy.layout(target)) else rows.select([])
+            return rows if self._strategy.layout("actor").lies_like(self._strategy.layout(target)) else rows.select([])
         held, wanted = receipt
         return self._move(rows, wanted, held, group)
 
-    def _group(self, source: str, target: str) -> dist.ProcessGroup | None:
-        """The ranks of two roles; None where rows have one place only and on ranks of neither. Made once, by all."""
-        a, b = self._strategy.layout(source), self._strategy.layout(target)
-        if a.lies_like(b) and a.data_size == 1:
+    def _group(self, target: str) -> dist.ProcessGroup | None:
+        """The ranks of actor and target; None where rows have one place only and on ranks of neither."""
+        actor = self._strategy.layout("actor")
+        if actor.lies_like(self._strategy.layout(target)) and actor.data_size == 1:
             return None
-        ranks, apart = tuple(sorted({*a.ranks, *b.ranks})), a.apart_from(b)
-        if not apart and len(ranks) == self._strategy.world_size:
-            return dist.group.WORLD
-        key = (target if apart else None, ranks)
-        if key not in self._groups:
-            self._groups[key] = self._strategy.create_group(ranks, f"rows:{source}-{target}")
-        return self._groups[key]
+        return self._strategy.group("actor" if target == "rollout" else target, "rows")
 
     def _sizes(self, rows: RowBatch, layout: RoleLayout, group: dist.ProcessGroup) -> list[list[RowSize]]:
         """What each row costs on every data rank of a layout, with numbers of groups that are one rank's only."""

@@ -21,6 +21,7 @@ OPERATIONS = {
     "replicate": "replicate",
     "tensor": "tensor",
     "scores": "data",
+    "rows": "exchange",
     "expert": "expert",
     "expert_gather": "expert_shard",
     "expert_reduce": "expert_shard",
@@ -31,11 +32,12 @@ OPERATIONS = {
 """What a role communicates, and along which axis of its grid.
 
 ``gather``: FSDP2's parameter all-gather. ``reduce``: its gradient reduce-scatter. ``replicate``: the gradient
-all-reduce over whole copies. ``tensor``: the reductions inside cut matrices. ``scores``: loss normalisers, statistics
-and scores. ``reshard``: the actor's weights on their way from its update layout to its rollout layout. ``expert``:
-tokens to and from experts. ``expert_gather`` and ``expert_reduce``: what ``gather`` and ``reduce`` are, for experts.
-``pipeline``: hidden states and their gradients between stages, results from the last stage to the others. ``ends``: the
-gradient of an embedding that the head of the last stage is tied to.
+all-reduce over whole copies. ``tensor``: the reductions inside cut matrices. ``scores``: loss normalisers and
+statistics. ``rows``: the actor's rows on their way to the role, and its scores, values and log-probs on their way back.
+``reshard``: the actor's weights on their way from its update layout to its rollout layout. ``expert``: tokens to and
+from experts. ``expert_gather`` and ``expert_reduce``: what ``gather`` and ``reduce`` are, for experts. ``pipeline``:
+hidden states and their gradients between stages, results from the last stage to the others. ``ends``: the gradient of
+an embedding that the head of the last stage is tied to.
 """
 
 
@@ -144,12 +146,8 @@ class GroupRegistry:
         """Whether a group was put in place for an operation of a role."""
         return (role, operation) in self._own
 
-    def create(self, ranks: Sequence[int], description: str) -> dist.ProcessGroup | None:
-        """Create a group with the strategy's backend and time-out (a collective call of the world)."""
-        return NCCLGroupManager.create_group(ranks, self._backend, self._timeout, description=description)
-
     def get(self, layout: RoleLayout, operation: str) -> dist.ProcessGroup | None:
-        """The group of one operation of a role, None on a rank without it, and between stages where there is only one.
+        """The group of one operation of a role; None on a rank outside of it, and where nothing of the kind is sent.
 
         Created with all its sister lines on first use (a collective call, of the ranks without the role too).
         """
@@ -160,7 +158,9 @@ class GroupRegistry:
             return None
         for line in _lines(layout, axis):
             if tuple(line) not in self._shared:
-                self._shared[tuple(line)] = self.create(line, f"shared:{line}")
+                self._shared[tuple(line)] = NCCLGroupManager.create_group(
+                    line, self._backend, self._timeout, description=f"shared:{line}"
+                )
         own = _own_line(layout, axis)
         return None if own is None else self._shared[tuple(own)]
 

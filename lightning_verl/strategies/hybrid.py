@@ -32,6 +32,7 @@ from lightning_verl.resharding.buckets import BUCKET_BYTES
 from lightning_verl.resharding.executor import ReshardReport
 from lightning_verl.resharding.layouts import mesh_of
 from lightning_verl.strategies import checkpoint
+from lightning_verl.strategies.cache import KVDtype
 from lightning_verl.strategies.clipping import clip_by_true_norm
 from lightning_verl.strategies.codes import check_codes, expand_to, to_meta
 from lightning_verl.strategies.gradient_sync import SyncControl
@@ -64,10 +65,11 @@ class HybridStrategy(ModelParallelStrategy):
         pipeline_schedule: The order of micro-batches in a pipeline: ``"1f1b"``, ``"interleaved"`` or ``"gpipe"``.
         reshard_bucket_bytes: Most bytes of a resharding's bucket in buffers on a rank; two are in flight.
         activation_checkpointing: ``"selective"``, ``"full"``, module-name suffixes or None; a role's own wins.
+        kv_cache_dtype: What the native engine keeps keys and values as, ``"auto"``, ``"bfloat16"`` or ``"fp8"``, and
+        offload_kvcache: whether samples that step back leave theirs in host memory; the actor's own options win.
         activation_offload: Hold what decoder layers keep for their backward pass in host memory until then.
         compile_layers: Whether decoder layers run compiled while they train and score; None: on CUDA.
-        defer_gradient_sync: Reduce gradients once a mini-batch, instead of in every micro-batch: less traffic, for one
-            whole fp32 copy of the gradients.
+        defer_gradient_sync: Reduce gradients once a mini-batch: less traffic, for one whole fp32 copy of them.
         offload_parameters: Keep parameters, gradients and optimizer states in host memory, and step there (CUDA only).
         timeout: Longest time of a collective.
         process_group_backend: "nccl" or "gloo"; None takes the device's.
@@ -87,6 +89,8 @@ class HybridStrategy(ModelParallelStrategy):
         pipeline_schedule: PipelineSchedule = "1f1b",
         reshard_bucket_bytes: int = BUCKET_BYTES,
         activation_checkpointing: ActivationCheckpointing = None,
+        kv_cache_dtype: KVDtype = "auto",
+        offload_kvcache: bool = False,
         activation_offload: bool = False,
         compile_layers: bool | None = None,
         defer_gradient_sync: bool = False,
@@ -118,7 +122,7 @@ class HybridStrategy(ModelParallelStrategy):
         self.pipeline_schedule: PipelineSchedule = pipeline_schedule
         self._staging = Staging(self)
         self._roles: dict[str, nn.Module] = {}
-        self._rollouts = Rollouts(self, offload=bool(self._engine_config.get("offload_to_cpu")))
+        self._rollouts = Rollouts(self, self._engine_config, kv_cache_dtype, offload_kvcache)
         self._role_of_parameter: dict[int, str] = {}
         self._versions: dict[str, int] = {}
         self._backward_sync_control = SyncControl()
@@ -237,10 +241,6 @@ class HybridStrategy(ModelParallelStrategy):
     def has_group(self, role: str, operation: str) -> bool:
         """Whether a group was put in place for a role's operation."""
         return self._groups.has(role, operation)
-
-    def create_group(self, ranks: Sequence[int], description: str) -> dist.ProcessGroup | None:
-        """Create one more group with the strategy's backend and time-out, None outside (a collective call of all)."""
-        return self._groups.create(ranks, description)
 
     def phase(self, role: str, name: str) -> AbstractContextManager[None]:
         """A context for what a role does together; where a collective in it fails, the error names the missing ranks.

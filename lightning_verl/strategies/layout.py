@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -40,6 +40,9 @@ class RoleLayout:
     """Ranks that the experts of a mixture are divided over."""
     pipeline: int = 1
     """Stages that the layers of a copy are divided into."""
+    exchange: tuple[int, ...] = ()
+    """World ranks between which the actor's rows travel to the role and results back, the actor's own with them,
+    ascending; none where rows have one place only."""
 
     @property
     def data_size(self) -> int:
@@ -123,10 +126,12 @@ class RoleLayout:
             axis: ``"replicate"``; ``"shard"`` (shards and expert ranks, over which FSDP2 cuts what is no expert);
                 ``"expert_shard"`` (over which it cuts the experts); ``"expert"``; ``"tensor"``; ``"data"`` (the data
                 ranks of one stage and tensor coordinate); ``"pipeline"``; ``"ends"`` (first and last stage; no lines
-                without stages); or ``"all"`` (one line of all ranks).
+                without stages); ``"all"`` (one line of all ranks); or ``"exchange"`` (that of ``exchange``, if any).
         """
         if axis == "ends":
             return [[line[0], line[-1]] for line in self.lines("pipeline") if len(line) > 1]
+        if axis == "exchange":
+            return [list(self.exchange)] if self.exchange else []
         copy, inner = self.pipeline * self.stage_size, self.expert * self.tensor
         steps = {
             "all": [(len(self.ranks), 1)],
@@ -296,8 +301,13 @@ def resolve_layouts(
             f"HybridStrategy(hybrid_engine_config): update_dp={update_dp} differs from the actor's dp={actor.shards}. "
             "Leave update_dp out or make them agree."
         )
-    layouts["rollout"] = rollout_layout(actor, engine.get("rollout_tp", actor.tensor), host_ranks)
-    return layouts
+    rollout = rollout_layout(actor, engine.get("rollout_tp", actor.tensor), host_ranks)
+    for role, layout in layouts.items():
+        # The actor's rows go to where it generates, and between its own data ranks.
+        others = rollout if role == "actor" else layout
+        if actor.data_size > 1 or not others.lies_like(actor):
+            layouts[role] = replace(layout, exchange=tuple(sorted({*actor.ranks, *layout.ranks})))
+    return {**layouts, "rollout": rollout}
 
 
 def _layout(role: str, mesh: DeviceMesh, ranks: tuple[int, ...], entry: Mapping[str, Any] | None) -> RoleLayout:

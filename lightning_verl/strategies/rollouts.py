@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lightning_verl.parallel.expert import expert_modules
 from lightning_verl.parallel.fsdp import gathered, reshard
 from lightning_verl.resharding.executor import ReshardReport
+from lightning_verl.strategies.cache import KVDtype, check_cache, engine_options
 from lightning_verl.strategies.engine import HybridEngine, RolloutWeights
 from lightning_verl.strategies.offload import OffloadReport, StateOffload
 
@@ -65,12 +66,21 @@ class Rollouts:
 
     Args:
         strategy: Knows layouts, groups and weight versions.
-        offload: Whether optimizer states and gradients wait in host memory during rollouts.
+        config: The strategy's ``hybrid_engine_config``: whether optimizer states and gradients wait in host memory.
+        kv_cache_dtype: What the actor's engine keeps keys and values as, unless the actor says so itself.
+        offload_kvcache: Whether it keeps those of samples that step back in host memory, unless the actor says so.
+
+    Raises:
+        ValueError: There is no such ``kv_cache_dtype`` or ``offload_kvcache``.
     """
 
-    def __init__(self, strategy: HybridStrategy, offload: bool) -> None:
+    def __init__(
+        self, strategy: HybridStrategy, config: Mapping[str, Any], kv_cache_dtype: KVDtype, offload_kvcache: bool
+    ) -> None:
+        check_cache(type(strategy).__name__, kv_cache_dtype, offload_kvcache)
         self._strategy = strategy
-        self._offloads = offload
+        self._offloads = bool(config.get("offload_to_cpu"))
+        self._engine_options = engine_options(kv_cache_dtype, offload_kvcache)
         self._optimizers: list[Optimizer] = []
         self._engine: HybridEngine | None = None
         self._offload: StateOffload | None = None
@@ -94,11 +104,20 @@ class Rollouts:
             actor.generate_with(self._engine.module)
 
     def check(self, actor: Any) -> None:
-        """Refuse a layout in which an engine cannot get its weights; on every rank, also on those without the actor.
+        """Tell the actor's engine what the strategy says of its cache, and refuse a layout in which it cannot get its
+        weights; on every rank, also on those without the actor.
 
         Raises:
-            ValueError: The engine has weights of its own, and they cannot be handed over.
+            ValueError: The engine has weights of its own, and they cannot be handed over; or it has no such cache.
         """
+        take = getattr(actor, "take_engine_options", None)
+        if take is not None:
+            take(self._engine_options)
+        elif self._engine_options:
+            raise ValueError(
+                f"HybridStrategy got {self._engine_options} for the actor's engine, but {type(actor).__name__} has "
+                "no take_engine_options(options) that would hand them on; leave them out, or derive it from Actor."
+            )
         if getattr(actor, "rollout_weights", "shared") == "shared":
             return
         name = type(actor).__name__

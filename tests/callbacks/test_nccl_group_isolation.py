@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from traffic import Traffic
 
 from lightning_verl import (
     PPO,
@@ -41,31 +41,6 @@ LOSSES: dict[str, Callable[[nn.Module, RolloutBatch], Tensor]] = {
 DATA = {"dp": 2}
 DATA_AND_TENSOR = {"dp": 2, "tp": 2}
 REPLICAS = {"dp": 2, "replicate": True}
-
-
-class Traffic(TorchDispatchMode):
-    """Records the collectives that are issued while it is open: (kind, name of the group)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[tuple[str, str]] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:
-            return NotImplemented  # its collectives come by as operations on plain tensors
-        kind = _kind(func.__name__)
-        if kind and func.namespace == "_c10d_functional":
-            self.seen.add((kind, next(arg for arg in reversed(args) if isinstance(arg, str))))
-        elif kind and func.namespace == "c10d":
-            group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
-            self.seen.add((kind, group.group_name))
-        return func(*args, **(kwargs or {}))
-
-
-def _kind(operation: str) -> str | None:
-    letters = operation.split(".")[0].replace("_", "")
-    kinds = {"allgather": "all-gather", "reducescatter": "reduce-scatter", "allreduce": "all-reduce"}
-    return next((kind for start, kind in kinds.items() if letters.startswith(start)), None)
 
 
 def make_roles() -> dict[str, nn.Module]:
@@ -178,23 +153,24 @@ def test_gradients_equal_those_of_one_process(role, ranks, sizes):
             torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-5 * largest)
 
 
+# Two shards of two tensor ranks, [[0, 1], [2, 3]]; rank 2 is the first tensor rank of the second shard.
+OF_RANK_2 = {"gather": (0, 2), "reduce": (0, 2), "tensor": (2, 3), "scores": (0, 2), "rows": (0, 1, 2, 3)}
+
+
 def test_report_names_the_groups_of_this_rank():
     first, second, third, _ = (result["report"] for result in trained(4, tuple(DATA_AND_TENSOR.items())))
     ranks = {(group.role, group.operation): group.ranks for group in third}
-    # two shards of two tensor ranks: [[0, 1], [2, 3]]; rank 2 is the first tensor rank of the second shard
     assert ranks == {
-        (role, operation): line
-        for role in ("actor", "critic")
-        for operation, line in {"gather": (0, 2), "reduce": (0, 2), "tensor": (2, 3), "scores": (0, 2)}.items()
+        (role, operation): line for role in ("actor", "critic") for operation, line in OF_RANK_2.items()
     } | {
         # these take the mesh's own numbers, four data ranks
         (role, operation): (0, 1, 2, 3)
         for role in ("reference", "reward")
-        for operation in ("gather", "reduce", "scores")
+        for operation in ("gather", "reduce", "scores", "rows")
     } | {("actor", "reshard"): (0, 1, 2, 3)}
     for report in (first, second, third):
         names = [group.name for group in report]
-        assert len(set(names)) == len(names) == 15
+        assert len(set(names)) == len(names) == 19
 
 
 def _record_calls() -> tuple[list[tuple[list[int], dict[str, Any]]], float]:
@@ -221,11 +197,11 @@ def _record_calls() -> tuple[list[tuple[list[int], dict[str, Any]]], float]:
 def test_every_rank_creates_the_same_groups_once_in_the_same_order():
     (calls, timeout), (other, _) = run_ranks(_record_calls, 2)
     assert calls == other
-    # the actor has a tensor axis of two only, the other roles a data axis of two
+    # the actor has a tensor axis of two only, so its rows stay where they are; the other roles have a data axis of two
     assert [options["description"] for _, options in calls] == ["actor/tensor:[0, 1]", "actor/reshard:[0, 1]"] + [
         f"{role}/{operation}:[0, 1]"
         for role in ("critic", "reference", "reward")
-        for operation in ("gather", "reduce", "scores")
+        for operation in ("gather", "reduce", "scores", "rows")
     ]
     assert all(options["high_priority"] for _, options in calls)
     assert timeout == 77
@@ -286,25 +262,32 @@ def test_timeout_out_of_range():
 
 
 def _own_timeouts() -> dict[str, tuple[str, float]]:
-    """torch's name and the timeout in seconds of the groups that the four kinds of traffic run on."""
+    """torch's name and the timeout in seconds of the groups that the kinds of traffic run on."""
     limits = {"critic/reduce": timedelta(seconds=11), "actor/gather": timedelta(seconds=12)}
-    limits |= {"actor/scores": timedelta(seconds=13)}
+    limits |= {"actor/scores": timedelta(seconds=13), "reward/rows": timedelta(seconds=14)}
     strategy = HybridStrategy(timeout=timedelta(seconds=99))
     Fabric(accelerator="cpu", devices=2, strategy=strategy).launch()
     NCCLGroupIsolation(timeout=limits).on_groups_setup(strategy)
     found = {}
-    for name in [*limits, "actor/reshard"]:
+    for name in [*limits, "actor/reshard", "critic/rows"]:
         group = strategy.group(*name.split("/"))
         found[name] = group.group_name, group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
     return found
 
 
-def test_critic_gradients_actor_gathers_scores_and_resharding_have_groups_and_timeouts_of_their_own():
+def test_critic_gradients_actor_gathers_scores_rows_and_resharding_have_groups_and_timeouts_of_their_own():
     for found in run_ranks(_own_timeouts, 2):
-        assert len({name for name, _ in found.values()}) == 4
+        assert len({name for name, _ in found.values()}) == 6
         timeouts = {key: seconds for key, (_, seconds) in found.items()}
         # what is not named keeps 1800 s, whatever the strategy's own timeout
-        assert timeouts == {"critic/reduce": 11, "actor/gather": 12, "actor/scores": 13, "actor/reshard": 1800}
+        assert timeouts == {
+            "critic/reduce": 11,
+            "actor/gather": 12,
+            "actor/scores": 13,
+            "reward/rows": 14,
+            "actor/reshard": 1800,
+            "critic/rows": 1800,
+        }
 
 
 def own_reduce_group() -> tuple[bool, bool, float, int]:

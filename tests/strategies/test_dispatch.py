@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from traffic import Traffic
 
 from lightning_verl import GRPO, Actor, HybridDataFlow, HybridStrategy
+from lightning_verl.callbacks import NCCLGroupIsolation
 from lightning_verl.data.experience import Experience, Figures, PromptBatch, RolloutBatch, Scored
 from lightning_verl.data.packing import RowSize, group_cost
 from lightning_verl.strategies import dispatch
 from lightning_verl.strategies.dispatch import RowExchange, exchange_objects
+from lightning_verl.strategies.layout import ROLES
 from lightning_verl.testing import run_ranks, tiny_model
 
 ACTOR_ROWS = [[5, 6, 7], [8, 9]]
@@ -53,10 +58,14 @@ def describe(batch: RolloutBatch) -> list[tuple[Any, ...]]:
     return list(rows)
 
 
-def launched(mesh: Any, config: dict[str, Any]) -> HybridStrategy:
-    fabric = Fabric(accelerator="cpu", strategy=HybridStrategy(mesh, config))
-    fabric.launch()
-    return fabric.strategy
+def launched(mesh: Any, config: dict[str, Any], *, isolate: bool = False) -> HybridStrategy:
+    strategy = HybridStrategy(mesh, config)
+    Fabric(accelerator="cpu", strategy=strategy).launch()
+    if isolate:
+        NCCLGroupIsolation(timeout=timedelta(seconds=77)).on_groups_setup(strategy)
+    for role in ROLES:
+        strategy.group(role, "rows")  # made at the set-up of roles, by all ranks
+    return strategy
 
 
 def exchange(mesh: Any, config: dict[str, Any], target: str, held: list[list[int]]) -> dict[str, Any]:
@@ -64,11 +73,11 @@ def exchange(mesh: Any, config: dict[str, Any], target: str, held: list[list[int
     strategy = launched(mesh, config)
     actor = strategy.layout("actor")
     own = held[strategy.data_rank("actor")] if actor.holds(strategy.global_rank) else []
-    rows = RowExchange(strategy, [("actor", target)])
-    there, receipt = rows.there(make_rollout(own), "actor", target)
-    experience, _ = rows.there(make_experience(own), "actor", target)
-    figures = rows.back(Figures(there.rollout_logprobs), receipt, "actor", target).values
-    scored = rows.back(Scored(there.lengths.float() / 2, there.truncated), receipt, "actor", target)
+    rows = RowExchange(strategy)
+    there, receipt = rows.there(make_rollout(own), target)
+    experience, _ = rows.there(make_experience(own), target)
+    figures = rows.back(Figures(there.rollout_logprobs), receipt, target).values
+    scored = rows.back(Scored(there.lengths.float() / 2, there.truncated), receipt, target)
     prompts = PromptBatch(
         torch.tensor(own, dtype=torch.int64)[:, None].repeat(1, 3),
         torch.tensor(own, dtype=torch.int64),
@@ -76,8 +85,8 @@ def exchange(mesh: Any, config: dict[str, Any], target: str, held: list[list[int
         [str(length) for length in own],
         [{}] * len(own),
     )
-    asked, receipt = rows.there(prompts, "actor", target)
-    answered = rows.back(make_rollout([length + 100 for length in asked.lengths.tolist()]), receipt, "actor", target)
+    asked, receipt = rows.there(prompts, target)
+    answered = rows.back(make_rollout([length + 100 for length in asked.lengths.tolist()]), receipt, target)
     assert describe(there) == describe(make_rollout(there.lengths.tolist())), "rows stay whole"
     assert experience.lengths.tolist() == there.lengths.tolist() == experience.need("values")[:, 0].tolist()
     assert experience.values is not None
@@ -121,13 +130,13 @@ def test_rows_go_to_another_role_and_results_come_back(
 def bystander() -> tuple[int, int]:
     """Rank 2 has no part of actor and critic, so it does not enter their exchange."""
     strategy = launched((1, 2, 1, 1), {"critic": {"dp": 2}, "reward": {"dp": 1, "ranks": [2]}})
-    rows = RowExchange(strategy, [("actor", "critic"), ("actor", "reward")])
+    rows = RowExchange(strategy)
     batch, valued = make_rollout([3, 4] if strategy.global_rank < 2 else []), 0
     if strategy.global_rank < 2:
-        there, receipt = rows.there(batch, "actor", "critic")
+        there, receipt = rows.there(batch, "critic")
         valued = len(there)
-        batch = rows.back(there, receipt, "actor", "critic")
-    return valued, len(rows.there(batch, "actor", "reward")[0])
+        batch = rows.back(there, receipt, "critic")
+    return valued, len(rows.there(batch, "reward")[0])
 
 
 def test_ranks_of_neither_role_need_not_come() -> None:
@@ -138,9 +147,62 @@ def test_ranks_of_neither_role_need_not_come() -> None:
 def test_nothing_moves_between_roles_on_the_same_ranks() -> None:
     strategy = launched(None, {})
     batch = make_rollout([5, 6])
-    there, receipt = RowExchange(strategy).there(batch, "actor", "critic")
+    there, receipt = RowExchange(strategy).there(batch, "critic")
     assert there is batch
-    assert RowExchange(strategy).back(there, receipt, "actor", "critic") is batch
+    assert RowExchange(strategy).back(there, receipt, "critic") is batch
+
+
+# ---- groups ----------------------------------------------------------------------------------------------------------
+
+APART = {"critic": {"dp": 1, "replicate": True}, "reward": {"dp": 1, "ranks": [2]}}
+
+
+def exchange_recorded(config: dict[str, Any], isolate: bool) -> dict[str, tuple[set[Any], tuple[str, Any]]]:
+    """For each target, what an exchange ran on, with the group that it should; and how often WORLD was used."""
+    strategy = launched((2, 1, 1, 1), config, isolate=isolate)
+    rows, world, found = RowExchange(strategy), dist.group.WORLD, {}
+    own = [[2, 3, 12, 11], [4], []][strategy.global_rank]
+    assert world is not None
+    before = world._get_sequence_number_for_group()
+    for target in ("actor", "rollout", "critic", "reward"):
+        with Traffic() as traffic:
+            there, receipt = rows.there(make_rollout(own), target, balance=target != "rollout")
+            back = rows.back(Figures(there.rollout_logprobs), receipt, target)
+        assert back.values[:, 0].tolist() == own
+        group = strategy.group("actor" if target == "rollout" else target, "rows")
+        place = None if group is None else (group.group_name, dist.get_process_group_ranks(group))
+        limit = None if group is None else group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        found[target] = traffic.seen, place, limit
+    found["world"] = world.group_name, world._get_sequence_number_for_group() - before, 0
+    return found
+
+
+@pytest.mark.parametrize("isolate", [False, True], ids=["shared", "isolated"])
+@pytest.mark.parametrize(("ranks", "config"), [(2, {}), (3, APART)], ids=["one-layout", "own-rank"])
+def test_rows_go_over_groups_of_their_role_and_never_over_the_worlds(ranks: int, config: Any, isolate: bool) -> None:
+    for rank, found in enumerate(run_ranks(exchange_recorded, ranks, config, isolate)):
+        world, used, _ = found.pop("world")
+        assert used == 0
+        everybody = [0, 1] if ranks == 2 else [0, 1, 2]  # as many as WORLD has, in a group that is not WORLD
+        groups = {}
+        for target, (seen, place, limit) in found.items():
+            if rank == 2 and target != "reward":
+                assert (seen, place) == (set(), None)
+                continue
+            name, members = groups[target] = place
+            assert members == (everybody if target == "reward" else [0, 1])
+            assert name != world
+            assert limit == (77 if isolate else 1800)
+            # Rows that a rollout could take stay where they are: no role has another layout for it.
+            assert seen == (set() if target == "rollout" else {("all-gather", name), ("all-to-all", name)})
+        if isolate and rank < 2:
+            assert len({name for name, _ in groups.values()}) == 3, "the rollout's are the actor's"
+
+
+def test_without_a_process_group_rows_need_none() -> None:
+    strategy = launched(None, {}, isolate=True)
+    assert not dist.is_initialized()
+    assert [strategy.layout(role).exchange for role in ROLES] == [()] * 4
 
 
 # ---- within one layout -----------------------------------------------------------------------------------------------
@@ -234,17 +296,17 @@ def test_a_minibatch_is_balanced_within_one_layout_and_trains_alike(mesh: Any) -
 def stay_within() -> list[Any]:
     """Rows that need not move, rows that must not, and none at all; rank 2 has no part of it."""
     strategy = launched((2, 1, 1, 1), {"reward": {"dp": 1, "ranks": [2]}})
-    rows = RowExchange(strategy, [("actor", role) for role in ("actor", "rollout")])
+    rows = RowExchange(strategy)
     rank = strategy.global_rank
     even, uneven = make_rollout([[12, 10], [9, 8], []][rank]), make_rollout([[12, 11], [9, 8], []][rank])
-    stays, receipt = rows.there(even, "actor", "actor", balance=True)
-    seen: list[Any] = [stays is even, receipt, rows.back(stays, receipt, "actor", "actor") is even]
-    asked, receipt = rows.there(uneven, "actor", "rollout")
-    seen += [asked is uneven, receipt, rows.back(asked, receipt, "actor", "rollout") is uneven]
-    moved, receipt = rows.there(uneven, "actor", "critic", balance=True)
-    back = rows.back(moved, receipt, "actor", "critic")
+    stays, receipt = rows.there(even, "actor", balance=True)
+    seen: list[Any] = [stays is even, receipt, rows.back(stays, receipt, "actor") is even]
+    asked, receipt = rows.there(uneven, "rollout")
+    seen += [asked is uneven, receipt, rows.back(asked, receipt, "rollout") is uneven]
+    moved, receipt = rows.there(uneven, "critic", balance=True)
+    back = rows.back(moved, receipt, "critic")
     assert describe(back) == describe(uneven)
-    nothing, _ = rows.there(make_rollout([]), "actor", "actor", balance=True)
+    nothing, _ = rows.there(make_rollout([]), "actor", balance=True)
     return [*seen, moved.lengths.tolist(), len(nothing)]
 
 
@@ -268,7 +330,7 @@ def count_collectives() -> list[int]:
     dispatch.gather_counts = note
     made = []
     for mesh in ((1, 2, 1, 1), (2, 1, 1, 1)):
-        there, receipt = RowExchange(launched(mesh, {})).there(make_rollout([5]), "actor", "critic", balance=True)
+        there, receipt = RowExchange(launched(mesh, {})).there(make_rollout([5]), "critic", balance=True)
         assert (there.lengths.tolist(), receipt) == ([5], None)
         made.append(len(gathered))
     return made

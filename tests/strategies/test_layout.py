@@ -42,6 +42,19 @@ def test_the_four_process_script() -> None:
     }
 
 
+def test_rows_are_exchanged_between_the_actors_ranks_and_the_roles() -> None:
+    def exchanges(world: int, *options: Any) -> dict[str, tuple[int, ...]]:
+        return {role: layout.exchange for role, layout in resolve(world, *options).items() if layout.exchange}
+
+    assert exchanges(4, (2, 2, 1, 1), SCRIPT) == dict.fromkeys(("actor", "critic", "reference", "reward"), (0, 1, 2, 3))
+    # With one data rank rows have one place, but for a rollout in copies, and for a role on ranks of its own.
+    assert exchanges(1) == exchanges(2, (1, 2, 1, 1)) == {}
+    assert exchanges(2, (1, 2, 1, 1), {}, {"rollout_tp": 1}) == {"actor": (0, 1)}
+    assert exchanges(3, (1, 2, 1, 1), {"reward": {"dp": 1, "ranks": [2]}}) == {"reward": (0, 1, 2)}
+    assert resolve(4, None, {"critic": {"dp": 1, "ranks": [1]}})["critic"].lines("exchange") == [[0, 1, 2, 3]]
+    assert resolve(2, (1, 2, 1, 1))["critic"].lines("exchange") == []
+
+
 def test_whole_meshes_replicate_along_data() -> None:
     layout = resolve(8, (2, 2, 1, 1))["actor"]
     assert (layout.replicas, layout.shards, layout.tensor, layout.data_size) == (2, 2, 2, 4)

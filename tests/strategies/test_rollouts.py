@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric import Fabric
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from transformers import BloomConfig
 
-from lightning_verl import Actor, HybridStrategy
+from lightning_verl import Actor, HybridStrategy, SamplingParams
 from lightning_verl.roles import actor as actor_module
 from lightning_verl.strategies.engine import RolloutWeights
 from lightning_verl.testing import char_tokenizer, run_ranks, tiny_model, tiny_rollouts
@@ -104,6 +105,98 @@ def test_weights_are_handed_over_once_for_each_version() -> None:
     assert "lm_head.weight" not in names  # tied: sent once
     assert "model.embed_tokens.weight" in names
     assert not [name for name in names if "critic" in name or "score" in name]
+
+
+# ---- options of the engine -------------------------------------------------------------------------------------------
+
+
+def set_up_actor(engine: str = "native", given: Any = None, **options: Any) -> tuple[HybridStrategy, Actor]:
+    strategy = HybridStrategy(**options)
+    fabric = Fabric(accelerator="cpu", strategy=strategy)
+    fabric.launch()
+    actor = Actor(tiny_model("qwen3"), tokenizer=char_tokenizer(), engine=engine, engine_options=given)
+    fabric.setup_module(actor)
+    return strategy, actor
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "held"),
+    [
+        (None, {}, ("auto", False)),
+        (None, {"kv_cache_dtype": "fp8", "offload_kvcache": True}, ("fp8", True)),
+        ({"kv_cache_dtype": "bfloat16"}, {"kv_cache_dtype": "fp8", "offload_kvcache": True}, ("bfloat16", True)),
+        ({"kv_cache_dtype": "auto", "offload_kvcache": False}, {"kv_cache_dtype": "fp8", "offload_kvcache": True},
+         ("auto", False)),
+        ({"kv_cache_dtype": "fp8", "offload_kvcache": True}, {}, ("fp8", True)),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("engine", ["native", "auto"])
+def test_the_strategys_cache_is_the_engines_and_the_actors_own_wins(
+    engine: str, given: Any, options: Any, held: tuple[str, bool]
+) -> None:
+    _, actor = set_up_actor(engine, given, **options)
+    found: Any = actor.engine
+    assert (found.options.kv_cache_dtype, found.options.offload_kvcache) == held
+
+
+def test_a_cache_of_the_strategy_generates_what_one_of_the_actor_does() -> None:
+    found = []
+    for given, kind in ((None, "fp8"), ({"kv_cache_dtype": "fp8"}, "auto"), (None, "auto")):
+        strategy, actor = set_up_actor(given=given, kv_cache_dtype=kind)
+        with strategy.rollout(actor) as engine:
+            rollouts = engine.generate([[5, 6, 7], [8, 9]], SamplingParams(max_new_tokens=6, temperature=0.0))
+        found.append(rollouts.logprobs)
+    assert torch.equal(found[0], found[1])
+    assert (found[0] - found[2]).abs().max() > 1e-4
+
+
+def test_a_cache_that_there_is_not_is_refused_at_construction() -> None:
+    with pytest.raises(ValueError, match=r"HybridStrategy: kv_cache_dtype is 'bf16'; it must be 'auto', 'bfloat16' or"):
+        HybridStrategy(kv_cache_dtype="bf16")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="HybridStrategy: offload_kvcache is 'yes'; it must be True or False"):
+        HybridStrategy(offload_kvcache="yes")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="NativeOptions: offload_kvcache is 1; it must be True or False"):
+        Actor(tiny_model(), engine_options={"offload_kvcache": 1})
+
+
+def test_engines_without_such_a_cache_refuse_the_strategys() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"HybridStrategy\(kv_cache_dtype='fp8'\) speaks to the native engine, but Actor has engine='t",
+    ):
+        set_up_actor("transformers", kv_cache_dtype="fp8")
+    set_up_actor("transformers")
+    actor = Actor(tiny_model(), tokenizer=char_tokenizer())
+    actor._engine_name = "vllm"
+    fabric = Fabric(accelerator="cpu", strategy=HybridStrategy(offload_kvcache=True))
+    fabric.launch()
+    with pytest.raises(ValueError, match=r"offload_kvcache=True.*engine='vllm'.*\{'engine_args': \{...\}\}"):
+        fabric.setup_module(actor)
+    with pytest.raises(ValueError, match=r"got \{'offload_kvcache': True\}.*but OwnActor has no take_engine_options"):
+        fabric.setup_module(OwnActor())
+
+
+@pytest.mark.parametrize(("kind", "given"), [("auto", ""), ("fp8", "{'kv_cache_dtype': 'fp8'}")])
+def test_auto_says_that_nothing_comes_of_a_cache_where_it_takes_transformers(
+    kind: Any, given: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    config = BloomConfig(vocab_size=len(char_tokenizer()), hidden_size=16, n_layer=1, n_head=2)
+    fabric = Fabric(accelerator="cpu", strategy=HybridStrategy(kv_cache_dtype=kind))
+    fabric.launch()
+    actor = Actor(config, tokenizer=char_tokenizer())
+    fabric.setup_module(actor)
+    assert type(actor.engine).__name__ == "TransformersEngine"
+    said = [str(warning.message) for warning in recwarn if "nothing comes of" in str(warning.message)]
+    assert said == ([f"engine='transformers' has no options, so nothing comes of {given}."] if given else [])
+
+
+class OwnActor(nn.Module):
+    """A user's own, which knows nothing of engines."""
+
+    role = "actor"
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_of_the_same_version_is_handed_over(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_verl.rollout.native.options import KVDtype
+from lightning_verl.strategies.cache import KVDtype
 
 _DTYPES = {"bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
-KVDtype = Literal["auto", "bfloat16", "fp8"]
-"""What keys and values are kept as; "auto" is the dtype that the model computes them in."""
+from lightning_verl.strategies.cache import KVDtype, check_cache
 
 
 @dataclass(frozen=True)
@@ -33,10 +32,7 @@ class NativeOptions:
     """Whether captured layers are compiled."""
 
     def __post_init__(self) -> None:
-        if self.kv_cache_dtype not in ("auto", "bfloat16", "fp8"):
-            raise ValueError(
-                f"NativeOptions: kv_cache_dtype is {self.kv_cache_dtype!r}; it must be 'auto', 'bfloat16' or 'fp8'."
-            )
+        check_cache("NativeOptions", self.kv_cache_dtype, self.offload_kvcache)
         if self.kv_cache_bytes is not None and self.kv_cache_bytes <= 0:
             raise ValueError(
                 f"NativeOptions: kv_cache_bytes is {self.kv_cache_bytes!r}; it must be positive, or None for what is "
