@@ -30,6 +30,8 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int, int], int]] = {
     "two tensor ranks": ((1, 2, 1, 1), 2),
     "two copies out of two stages": ((1, 1, 2, 1), 1),
 }
+BUCKET_BYTES = {"two copies out of two stages": 4096}
+"""So that 630 buckets travel, two at a time; else there is one."""
 VLLM = {"max_num_seqs": 16, "kv_cache_bytes": 2**30, "sleep_level": 2, "engine_args": {"enforce_eager": True}}
 
 
@@ -46,7 +48,8 @@ def metrics_of(layout: str, engine: str, precision: Any, accelerator: str) -> li
         def on_step_end(self, metrics: dict[str, float]) -> None:
             found.append(metrics)
 
-    strategy = HybridStrategy(mesh, hybrid_engine_config={"rollout_tp": tensor})
+    buckets = {"reshard_bucket_bytes": BUCKET_BYTES[layout]} if layout in BUCKET_BYTES else {}
+    strategy = HybridStrategy(mesh, hybrid_engine_config={"rollout_tp": tensor}, **buckets)
     fabric = Fabric(accelerator=accelerator, strategy=strategy, devices=2, precision=precision, callbacks=[Watch()])
     fabric.launch()
     tokenizer = char_tokenizer()
