@@ -8,7 +8,10 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
     "tiny": (64, 2, 4, 2, 128, 512, True),
     "0.5B": (896, 24, 14, 2, 4864, 151936, True),
     "1.5B": (1536, 28, 12, 2, 8960, 151936, True),
+    "3B": (2048, 36, 16, 2, 11008, 151936, True),
     "7B": (3584, 28, 28, 4, 18944, 152064, False),
+    "14B": (5120, 48, 40, 8, 13824, 152064, False),
+    "32B": (5120, 64, 40, 8, 27648, 152064, False),
 }
 """Hidden size, layers, heads, key-value heads, intermediate size, vocabulary, tied ends."""
 
