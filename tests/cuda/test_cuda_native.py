@@ -154,7 +154,7 @@ def test_a_family_samples_what_generate_samples(family: Family) -> None:
     assert not counters["graph_break"] or family == "qwen3_moe"
 
 
-LONG = SamplingParams(n=3, temperature=0.7, max_new_tokens=100)
+LONG = SamplingParams(n=3, temperature=0.7, min_new_tokens=100, max_new_tokens=100)
 LONG_PROMPTS = [PROMPTS[row] for row in (0, 3, 5, 6)]
 """Samples that need up to two more blocks of 64: one more is held free for each, and nobody would have to step back."""
 ROOM = 8 * 64
