@@ -34,10 +34,10 @@ EXPECTED = {"generate": 9.57, "vLLM": 7.41}
 REFERENCE_CASE = "1.5B"
 TOLERANCE = 0.1
 """How far TRL may be from ``EXPECTED``, as a share of it, for a run to count."""
-TOKENS_GOAL = {"generate": 3.0, "vLLM": 2.3}
-"""Times the tokens a second of TRL, by its engine."""
+TOKENS_GOALS = {REFERENCE_CASE: {"generate": 3.0, "vLLM": 2.3}, "ppo-0.5B": {"generate": 4.0}}
+"""Times the tokens a second of TRL, by case and TRL's engine."""
 PEAK_GOAL = 0.75
-"""Share of TRL's peak memory, at most."""
+"""Share of TRL's peak memory, at most; of the case ``REFERENCE_CASE``, as the next."""
 MFU_GOAL = 0.5
 
 
@@ -62,13 +62,15 @@ class Side:
     """Rows for TRL, tokens for lightning_verl."""
     steps: list[Step] = field(default_factory=list)
     update_flops: float = 0.0
-    """3 x the forward pass over the real tokens of a step."""
+    """3 x the forward pass over the real tokens of a step, of what the phase "update" trains."""
     busy: float | None = None
     """Share of the time of one step with a kernel running."""
     device: str = "CPU"
     versions: dict[str, str] = field(default_factory=dict)
     problem: str = ""
     """Why something was not measured."""
+    rollout_rows: int | None = None
+    """Rows that TRL's PPO generates and scores at once; None for all others."""
 
     @property
     def seconds(self) -> float:
@@ -78,6 +80,13 @@ class Side:
     def phase(self, name: str) -> float:
         """Seconds of a phase, the median."""
         return statistics.median(step.phases.get(name, 0.0) for step in self.steps)
+
+    @property
+    def update_seconds(self) -> float:
+        """Seconds of all updates, the median: with a critic, which TRL updates in one with the policy, of both."""
+        return statistics.median(
+            step.phases.get("update", 0.0) + step.phases.get("critic update", 0.0) for step in self.steps
+        )
 
     @property
     def tokens_per_second(self) -> float:
@@ -104,10 +113,10 @@ class Case:
     precision: str
     """Ours; TRL holds its parameters in bf16 with "bf16-true" and in fp32 with "bf16-mixed", with autocast to bf16."""
     algorithm: str = "grpo"
-    """Or "ppo", which ours alone is measured with."""
+    """Or "ppo"."""
     ours: Side | None = None
     trl: dict[str, Side] = field(default_factory=dict)
-    """By engine, "generate" and "vLLM", with the best micro-batch."""
+    """By engine, "generate" and "vLLM", with the best micro-batch; PPO has but "generate"."""
     sweep: dict[str, float | None] = field(default_factory=dict)
     """TRL's seconds of one step with ``generate``, by micro-batch; None where it failed."""
 
@@ -215,12 +224,25 @@ def _method() -> list[str]:
 
 
 def _about_ppo(cases: list[Case]) -> list[str]:
-    """Only where it was measured."""
-    if not any(case.algorithm == "ppo" for case in cases):
+    """Only where it was measured, and of TRL's only what was done."""
+    sides = [case.trl.get("generate") for case in cases if case.algorithm == "ppo"]
+    if not sides:
         return []
+    roles = (
+        "actor, critic, reference and a reward model of the same shape, all on the GPU, with the KL penalty in the "
+        "reward, and one update of one epoch. The update MFU of ours is the actor's."
+    )
+    # With a number of rows TRL began, whatever came of it.
+    if all(side is None or side.rollout_rows is None for side in sides):
+        without = "TRL has had no PPO since 1.13, and no folder with its 1.12 was named by `--trl-ppo`"
+        return [f"PPO is measured for lightning_verl alone: {roles} {without}: its columns stay empty.", ""]
     return [
-        "PPO is measured for lightning_verl alone: actor, critic, reference and a reward model of the same shape, all "
-        "on the GPU, with the KL penalty in the reward. The update MFU is the actor's.",
+        f"PPO: {roles} TRL's is the PPOTrainer of 1.12, the last version with one (`--trl-ppo`), on the same work, "
+        "with a KL coefficient of 0.04 too and its own options but for these. It updates policy and critic in one "
+        'pass: its update and its update MFU are those of both, and "update seconds" compares them with ours of both. '
+        "It generates and scores as many rows at once as its line says, the first that fitted of what was tried, most "
+        "first (its own default is 64): with fewer, `generate` takes as many steps for each part. However many they "
+        "are, it stacks the fp32 logits of the whole rollout, and keeps those of the step before meanwhile.",
         "",
     ]
 
@@ -251,13 +273,16 @@ def _goals(cases: list[Case]) -> list[str]:
             if case.ours is None or not case.ours.steps or not other.steps:
                 continue
             own = case.ours
-            goals = [f" (at least {TOKENS_GOAL[engine]}x)", f" (at most {PEAK_GOAL}x)", f" (at least {MFU_GOAL})"]
-            tokens, peak, mfu = goals if case.name == REFERENCE_CASE else ["", "", ""]
+            goal = TOKENS_GOALS.get(case.name, {}).get(engine)
+            tokens = "" if goal is None else f" (at least {goal}x)"
+            peak, mfu = f" (at most {PEAK_GOAL}x)", f" (at least {MFU_GOAL})"
+            if case.name != REFERENCE_CASE:
+                peak = mfu = ""
             used = "" if own.mfu is None else f"{_ratio(own.mfu, other.mfu)}, {own.mfu:.2f}{mfu}"
             lines.append(
                 f"| {_title(case)} | {_spelled(engine)} | {_ratio(own.tokens_per_second, other.tokens_per_second)}"
                 f"{tokens} | {_ratio(own.peak_bytes, other.peak_bytes)}{peak} | {used} | "
-                f"{_ratio(own.phase('update'), other.phase('update'))} | "
+                f"{_ratio(own.update_seconds, other.update_seconds)} | "
                 f"{_ratio(own.busy, other.busy)} |"
             )
     return [*lines, ""]
@@ -310,7 +335,10 @@ def _problems(cases: list[Case]) -> list[str]:
 
 def _sides(case: Case) -> dict[str, Side]:
     sides = {} if case.ours is None else {f"lightning_verl, {case.ours.micro_batch:,} tokens": case.ours}
-    return sides | {f"TRL, {_spelled(engine)}, {side.micro_batch} rows": side for engine, side in case.trl.items()}
+    for engine, side in case.trl.items():
+        at_once = "" if side.rollout_rows is None else f", {side.rollout_rows} at once"
+        sides[f"TRL, {_spelled(engine)}, {side.micro_batch} rows{at_once}"] = side
+    return sides
 
 
 def _title(case: Case) -> str:

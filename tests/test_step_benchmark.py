@@ -123,8 +123,10 @@ def test_ppo_stands_alone_on_the_page(results: ModuleType) -> None:
     text = results.page(results.Result([case]))
     assert "## PPO, 1.5B, 32 x 8, 128 + 256 tokens, bf16-true\n" in text
     assert "PPO is measured for lightning_verl alone" in text
+    assert "no folder with its 1.12 was named by `--trl-ppo`: its columns stay empty." in text
     assert "| PPO, 1.5B, 32 x 8, 128 + 256 tokens, bf16-true | " not in text
     assert "Not measured" not in text
+    assert "PPO" not in results.page(results.Result([make_case(results)]))
 
 
 def test_results_are_kept_as_they_are_and_say_whether_they_count(results: ModuleType, tmp_path: Path) -> None:
