@@ -7,7 +7,15 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 FOLDER = Path(__file__).parents[1] / "benchmarks"
+
+
+def load_parts(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
+    """Run a script that is made of several files, which find each other until the test ends."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return load_script(name)
 
 
 def load_script(name: str) -> ModuleType:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmark_scripts import FOLDER, load_script
+from benchmark_scripts import FOLDER, load_parts
 
 from lightning_verl.parallel import compiling
 
@@ -18,8 +18,7 @@ TINY = ["--shape", "tiny", "--sequences", "2", "--tokens", "16", "--steps", "1"]
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return load_script("checkpointing")
+    return load_parts(monkeypatch, "checkpointing")
 
 
 def make_result(benchmark: ModuleType, *arms: Any) -> Any:

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from benchmark_scripts import FOLDER, load_script
+from benchmark_scripts import load_parts
 
 GIB = 2**30
 PARTS = ("largest_results", "largest_trial", "largest_forecast")
@@ -18,8 +18,7 @@ PARTS = ("largest_results", "largest_trial", "largest_forecast")
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    yield load_script("largest")
+    yield load_parts(monkeypatch, "largest")
     for name in PARTS:
         sys.modules.pop(name, None)
 

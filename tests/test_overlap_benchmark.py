@@ -6,13 +6,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from benchmark_scripts import FOLDER, load_script
+from benchmark_scripts import load_parts
 
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return load_script("overlap")
+    return load_parts(monkeypatch, "overlap")
 
 
 def test_both_arms_of_every_case_run_and_agree(benchmark: ModuleType, tmp_path: Path) -> None:

@@ -6,13 +6,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from benchmark_scripts import FOLDER, load_script
+from benchmark_scripts import FOLDER, load_parts
 
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(FOLDER))  # the script is made of several files
-    return load_script("rollout")
+    return load_parts(monkeypatch, "rollout")
 
 
 def test_everything_is_measured_and_kept(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmark_scripts import FOLDER, load_script
+from benchmark_scripts import FOLDER, load_parts
 
 from lightning_verl.tuning.profile import Kernel
 
@@ -21,8 +21,7 @@ GIB = 2**30
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(FOLDER))  # the script is made of several files
-    return load_script("step")
+    return load_parts(monkeypatch, "step")
 
 
 @pytest.fixture

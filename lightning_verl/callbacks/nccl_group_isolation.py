@@ -41,8 +41,7 @@ class NCCLGroupIsolation:
     the actor has queued on the same communicator are through. Groups are made for parameter gathers, gradient
     reduction, replicas, cut matrices, experts, statistics, and the rows that a role works on with their results, of
     each role, and for resharding the actor, wherever they have more than one rank; those of roles that are never set up
-    stay unused. Works with gloo too. One CPU process has
-    no groups and needs none.
+    stay unused. Works with gloo too. One CPU process has no groups and needs none.
 
     What it does not lift: ranks must still issue their collectives in one common order, over all groups.
 

@@ -302,7 +302,7 @@ class HybridStrategy(ModelParallelStrategy):
     def setup_module(self, module: nn.Module) -> nn.Module:
         role = self.role_of(module)
         if role == "actor":
-            self._rollouts.check(module)
+            self._rollouts.admit(module)
         if self.offload_parameters:
             check_hosted(self.layout(role))
         if not is_trainable(module, role):

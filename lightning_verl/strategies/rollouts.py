@@ -103,13 +103,18 @@ class Rollouts:
             self._engine = HybridEngine(self._strategy, actor.model, self._strategy.reshard_bucket_bytes, weights)
             actor.generate_with(self._engine.module)
 
-    def check(self, actor: Any) -> None:
-        """Tell the actor's engine what the strategy says of its cache, and refuse a layout in which it cannot get its
-        weights; on every rank, also on those without the actor.
+    def admit(self, actor: Any) -> None:
+        """Tell the actor's engine what the strategy says of its cache, before anything of it is set up.
+
+        Every rank does, also those without the actor, so that all of them refuse what cannot be.
 
         Raises:
-            ValueError: The engine has weights of its own, and they cannot be handed over; or it has no such cache.
+            ValueError: The engine has no such cache; or it has weights of its own, and they cannot be handed over.
         """
+        self._hand_options_on(actor)
+        self._check_handover(actor)
+
+    def _hand_options_on(self, actor: Any) -> None:
         take = getattr(actor, "take_engine_options", None)
         if take is not None:
             take(self._engine_options)
@@ -118,6 +123,8 @@ class Rollouts:
                 f"HybridStrategy got {self._engine_options} for the actor's engine, but {type(actor).__name__} has "
                 "no take_engine_options(options) that would hand them on; leave them out, or derive it from Actor."
             )
+
+    def _check_handover(self, actor: Any) -> None:
         if getattr(actor, "rollout_weights", "shared") == "shared":
             return
         name = type(actor).__name__
