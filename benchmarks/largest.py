@@ -201,7 +201,7 @@ def measure(options: argparse.Namespace) -> None:
 
 def begin(options: argparse.Namespace, on_cuda: bool) -> Result:
     """The result so far: what the file has of the same kind, without trials that ended in another error than memory."""
-    device = torch.device("cuda" if on_cuda else "cpu")
+    device = torch.device("cuda", 0) if on_cuda else torch.device("cpu")
     memory = memory_of_rank(device, 1) / GIB
     shapes = ["tiny"] if options.shape == "tiny" else MODELS
     result = Result(

@@ -67,11 +67,13 @@ class StopRule:
             response: The tokens before them.
             drawn: Tokens that were drawn one after the other, at least one.
         """
-        plain = not self._stop_strings and self._end_token_ids.isdisjoint(drawn)
-        if plain and len(response) + len(drawn) < self._max_new_tokens:
+        left = self._max_new_tokens - len(response)
+        if not self._stop_strings and len(drawn) < left and self._end_token_ids.isdisjoint(drawn):
             return len(drawn), None
-        for count in range(1, len(drawn) + 1):
-            reason = self.reason([*response, *drawn[:count]])
+        text = [*response]
+        for count, token in enumerate(drawn, 1):
+            text.append(token)
+            reason = self.reason(text)
             if reason is not None:
                 return count, reason
         return len(drawn), None

@@ -186,6 +186,19 @@ def test_memory_and_graphs_change_nothing(family: Family) -> None:
     check_memory(family, "cuda")
 
 
+def test_longer_prompts_take_new_graphs_and_no_new_kernels() -> None:
+    """What a rollout has compiled serves one with wider tables, whose graphs are captured without a run before."""
+    model = model_of("llama", "cuda")
+    engine, sampling = native(model), SamplingParams(n=2, temperature=0.7, max_new_tokens=40)
+    for lengths in ((3, 5), (40, 200), (130, 8)):
+        prompts = [PROMPTS[4][:1] * length for length in lengths]
+        expected = TransformersEngine(model, **ENDS).generate(prompts, sampling)
+        assert_same(engine.generate(prompts, sampling), expected)
+        assert engine._runner is not None
+        assert engine._runner._captures
+        engine.release()
+
+
 # ---- sampling options ------------------------------------------------------------------------------------------------
 
 OPTIONS: list[dict[str, Any]] = [

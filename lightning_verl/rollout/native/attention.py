@@ -56,9 +56,9 @@ class PagedBatch:
 
     cache: Tensor
     """``KVCache.data``."""
-    blocks: Tensor
-    """The block that each token is stored in, int64 ``[T]``."""
-    offsets: Tensor
+    blocks: Tensor | None = None
+    """The block that each token is stored in, int64 ``[T]``; not needed where a GPU only decodes."""
+    offsets: Tensor | None = None
     """Its place there, int64 ``[T]``."""
     rows: tuple[Rows, ...] = ()
     """How the CPU divides the step."""

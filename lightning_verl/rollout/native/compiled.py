@@ -1,4 +1,4 @@
-"""The decoder layers of a model, compiled, with projections of the same input side by side."""
+"""The decoder layers of a model, compiled, with linear layers of the same input side by side."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+_LEFT_OUT = (nn.ModuleList, nn.Embedding, nn.Dropout)
+
 
 class CompiledLayers:
-    """The decoder layers of a model, compiled; only used inside ``enabled``.
+    """The decoder layers of a model, and what stands before and behind them, compiled; only used inside ``enabled``.
 
     Args:
         model: The model. All its layers share what the first of a kind compiles to.
@@ -22,9 +24,16 @@ class CompiledLayers:
 
     def __init__(self, model: PreTrainedModel) -> None:
         count = model.config.get_text_config().num_hidden_layers
-        lists = [module for module in model.base_model.modules() if isinstance(module, nn.ModuleList)]
-        layers: Any = next(module for module in lists if len(module) == count)
-        self._compiled = [(layer, torch.compile(layer._call_impl, backend=_backend, dynamic=True)) for layer in layers]
+        stack, layers = next(
+            (module, child)
+            for module in model.base_model.modules()
+            for child in module.children()
+            if isinstance(child, nn.ModuleList) and len(child) == count
+        )
+        # Rotary embeddings and the last norm: some twenty kernels where they are not compiled.
+        others = [child for child in stack.children() if not isinstance(child, _LEFT_OUT)]
+        modules: list[Any] = [*layers, *others]
+        self._compiled = [(each, torch.compile(each._call_impl, backend=_backend, dynamic=True)) for each in modules]
 
     @contextmanager
     def enabled(self) -> Iterator[None]:
@@ -49,7 +58,7 @@ def _backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[...
 
 
 def join_projections(graph: torch.fx.GraphModule) -> None:
-    """Let three or more linear layers of the same input (query, key and value) be one operator, in place.
+    """Let linear layers of the same input (query, key and value; the two of a gated MLP) be one operator, in place.
 
     While few sequences decode, one of them alone leaves most of a GPU idle.
     """
@@ -58,7 +67,7 @@ def join_projections(graph: torch.fx.GraphModule) -> None:
         if node.op == "call_function" and node.target is functional.linear:
             by_input.setdefault(node.args[0], []).append(node)
     for source, nodes in by_input.items():
-        if len(nodes) < 3 or any(argument.op != "placeholder" for node in nodes for argument in _parameters(node)):
+        if len(nodes) < 2 or any(argument.op != "placeholder" for node in nodes for argument in _parameters(node)):
             continue
         weights = [_parameters(node)[0] for node in nodes]
         biases = [[*_parameters(node), None][1] for node in nodes]
@@ -82,13 +91,19 @@ def _part(outputs: Sequence[Tensor], place: int) -> Tensor:
 
 
 _STREAMS: list[torch.cuda.Stream] = []
+_MOST_ROWS = 512
+"""With more, a single product fills a GPU."""
 
 
 @torch.library.custom_op("lightning_verl::projections", mutates_args=())
 def _projections(hidden: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
-    """Linear layers of one input, on a GPU each but the first on a stream of its own."""
-    if not hidden.is_cuda:
+    """Linear layers of one input, on a GPU in one launch or each but the first on a stream of its own."""
+    if not hidden.is_cuda or hidden.numel() > _MOST_ROWS * hidden.shape[-1]:
         return [functional.linear(hidden, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    from lightning_verl.rollout.native.linears import joined_linear, pays
+
+    if pays(hidden, weights, biases):
+        return joined_linear(hidden, weights, biases)
     while len(_STREAMS) < len(weights) - 1:
         _STREAMS.append(torch.cuda.Stream())
     main = torch.cuda.current_stream()

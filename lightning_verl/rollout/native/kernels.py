@@ -27,6 +27,8 @@ _QUERIES = 16
 _PROGRAMS = 264
 """Programs that fill the GPU: two on each of 132 multiprocessors. With fewer, the walk over the blocks is split."""
 _MOST_SPLITS = 16
+_AHEAD = 160 * 1024
+"""Bytes of keys and values that a program loads ahead where it has a multiprocessor almost to itself."""
 
 
 @dataclass
@@ -132,11 +134,18 @@ def attend_on_gpu(
         GROUP=group, SIZE=size, PADDED=padded, BLOCK=keys.shape[2], QUERIES=tiles.queries,
         ROWS=max(16, triton.next_power_of_2(tiles.queries * group)),
         SPLITS=splits, CAPPED=softcap > 0, WINDOWED=window > 0,
-        num_warps=4 if tiles.queries > 1 else 2, num_stages=3 if padded <= 128 else 2,
+        num_warps=4 if tiles.queries > 1 else 2,
+        num_stages=_stages(count * kv_heads * splits, 2 * keys.shape[2] * padded * keys.element_size()),
     )  # fmt: skip
     if splits > 1:
         _join[(tokens * heads,)](parts, sums, output, tokens * heads, SIZE=size, PADDED=padded, SPLITS=splits)
     return output[None]
+
+
+def _stages(programs: int, block_bytes: int) -> int:
+    """How many blocks are on their way or in use at once: the fewer programs run, the more each must load ahead."""
+    few = programs <= _PROGRAMS and block_bytes * 5 <= _AHEAD
+    return 5 if few else 3 if block_bytes <= 64 * 1024 else 2
 
 
 def _with_unit_stride(tensor: Tensor) -> Tensor:
@@ -209,7 +218,7 @@ def _walk(
     return largest, total, result
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width"])  # it changes between rollouts, and no graph can hold a compilation
 def _attend(
     query, key, value, keys, values, parts, sums,
     tables, lengths, starts, counts, sequences, firsts,

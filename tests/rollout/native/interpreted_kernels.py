@@ -18,9 +18,12 @@ from lightning_verl.rollout.native import kernels
 from lightning_verl.rollout.native.attention import PagedBatch, attending
 from lightning_verl.rollout.native.batch import _rows
 from lightning_verl.rollout.native.cache import as_bytes
-from lightning_verl.rollout.native.draw import draw_tokens
+from lightning_verl.rollout.native.draw import draw_tokens, draw_uniforms
+from lightning_verl.rollout.native.graphs import PATIENCE, DecodeGraphs
+from lightning_verl.rollout.native.linears import joined_linear, pays
 from lightning_verl.rollout.native.scheduler import Chunk, Group, Request
-from lightning_verl.rollout.sampling import SamplingParams, sample_tokens
+from lightning_verl.rollout.native.state import DecodeState
+from lightning_verl.rollout.sampling import SamplingParams, sample_tokens, uniforms
 
 CPU = torch.device("cpu")
 DECODE = [(5, 1), (40, 1), (16, 1), (0, 1), (15, 1), (31, 1)]
@@ -196,6 +199,88 @@ def broken_draw() -> dict[str, Any]:
     }
 
 
+def equal_uniforms() -> bool:
+    """Seeds and positions with high bits set, more of them than a program takes."""
+    generator = torch.Generator().manual_seed(4)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (300,), generator=generator)
+    seeds[:3] = torch.tensor([0, -1, 2**63 - 1])
+    positions = torch.randint(0, 2**40, (300,), generator=generator)
+    return torch.equal(draw_uniforms(seeds, positions), uniforms(seeds, positions))
+
+
+def linears() -> Iterator[tuple[str, float]]:
+    """The largest error of layers of one input in float16, by how many rows and layers there are."""
+    torch.manual_seed(5)
+    for rows, inputs, widths, biased in (
+        (1, 40, (24,), True),
+        (5, 256, (130, 24, 24), True),
+        (65, 300, (64, 70), False),
+        (130, 96, (48, 16, 16), True),
+    ):
+        hidden = torch.randn(1, rows, inputs).half()
+        weights = [torch.randn(width, inputs).half() / inputs**0.5 for width in widths]
+        biases = [torch.randn(width).half() if biased else None for width in widths]
+        worst = 0.0
+        for weight, bias, output in zip(weights, biases, joined_linear(hidden, weights, biases), strict=True):
+            exact = hidden.double() @ weight.double().T + (bias.double() if bias is not None else 0)
+            worst = max(worst, float((output.double() - exact).abs().max())) if output.shape == exact.shape else 9.0
+        yield f"{rows} rows, {len(widths)} layers", worst
+
+
+def which_pay() -> dict[str, bool]:
+    """For which layers the kernel is chosen: up to 2e9 = 2 x rows x 1024 x 2048 FLOPs, which are 476 rows."""
+    hidden, weights = torch.empty(1, 476, 1024).bfloat16(), [torch.empty(1024, 1024).bfloat16()] * 2
+    bias = torch.empty(1024).bfloat16()
+    return {
+        "few rows": pays(hidden, weights, [None, None]),
+        "biases": pays(hidden, weights, [bias, bias]),
+        "many rows": pays(torch.empty(1, 477, 1024).bfloat16(), weights, [None, None]),
+        "one bias": pays(hidden, weights, [bias, None]),
+        "four layers": pays(hidden[:, :8], weights * 2, [None] * 4),
+        "float32": pays(hidden.float(), [weight.float() for weight in weights], [None, None]),
+        "two types": pays(hidden, [weights[0], weights[1].half()], [None, None]),
+        "columns": pays(hidden, [weight.T for weight in weights], [None, None]),
+    }
+
+
+def decoding() -> dict[str, Any]:
+    """Two samples in a state of three rows, which decode three tokens; the first has 5 tokens of 6 at most."""
+    state = DecodeState(3, width=2, burst=4, longest=6, vocabulary=10, device=CPU)
+    requests = [
+        Request(0, 7, Group([1, 2, 3]), response=[4, 5], cached=4, blocks=[9]),
+        Request(1, 8, Group([3]), response=[6], cached=1, blocks=[2, 5]),
+    ]
+    state.load(requests)
+    facts: dict[str, Any] = {"tables": state.tiles(3).tables.tolist(), "seen": state.seen(2).tolist()}  # type: ignore[union-attr]
+    facts["steps"] = []
+    for turn in range(3):
+        steps = (*state.last(3), *state.source(3), state.tiles(3).lengths)
+        facts["steps"].append([values.tolist() for values in steps])
+        state.advance(torch.tensor([7, 8 - turn, 0]), torch.tensor([-1.0, -2.0 - turn, 0.0]))
+    drawn = state.drawn(3, 2)
+    for request in requests:
+        request.blocks = [*request.blocks[:1], 1]
+    state.load(requests)  # whose numbers are there already
+    return facts | {
+        "tokens": drawn.tokens,
+        "logprobs": drawn.logprobs,
+        "seen later": state.seen(2).tolist(),  # type: ignore[union-attr]
+        "kept": [values.tolist() for values in state.last(2)],
+        "turn": state._turn.tolist(),
+    }
+
+
+def sizes() -> list[int]:
+    """Batch sizes of bursts of 16 tokens, while samples end; what is not captured yet is captured at once."""
+    graphs = DecodeGraphs.__new__(DecodeGraphs)
+    graphs._replays, graphs._patience = {}, PATIENCE
+    chosen = []
+    for samples in (250, 140, 130, 120, 100, 60, 60, 60, 60, 60, 60, 300, 60, 200):
+        chosen.append(graphs._size_for(samples, 16))
+        graphs._replays[chosen[-1]] = lambda: None
+    return chosen
+
+
 def tiles() -> dict[str, Any]:
     """How a step of a prompt of 20 tokens, 18 of them new, and a token that decodes is divided."""
     chunks = chunks_of([(2, 18), (16, 1)], 16)
@@ -217,5 +302,10 @@ if __name__ == "__main__":
         "draw": {name: draw(*case) for name, *case in draws()},
         "broken draw": broken_draw(),
         "tiles": tiles(),
+        "uniforms": equal_uniforms(),
+        "linears": dict(linears()),
+        "pays": which_pay(),
+        "decoding": decoding(),
+        "sizes": sizes(),
     }
     print(json.dumps(facts))
