@@ -5,6 +5,7 @@ In fp32, so that tokens can be held against each other; attention of the plain p
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -186,17 +187,34 @@ def test_memory_and_graphs_change_nothing(family: Family) -> None:
     check_memory(family, "cuda")
 
 
-def test_longer_prompts_take_new_graphs_and_no_new_kernels() -> None:
-    """What a rollout has compiled serves one with wider tables, whose graphs are captured without a run before."""
-    model = model_of("llama", "cuda")
+def test_graphs_serve_later_rollouts() -> None:
+    """Their caches are elsewhere in memory, their weights changed; more rows than there were take new graphs."""
+    torch._dynamo.reset()
+    model = copy.deepcopy(model_of("llama", "cuda"))
     engine, sampling = native(model), SamplingParams(n=2, temperature=0.7, max_new_tokens=40)
-    for lengths in ((3, 5), (40, 200), (130, 8)):
+    runners, occupied = [], []
+    for turn, lengths in enumerate(((3, 5), (40, 200), (130, 8), (130, 8, 90, 77))):
         prompts = [PROMPTS[4][:1] * length for length in lengths]
         expected = TransformersEngine(model, **ENDS).generate(prompts, sampling)
         assert_same(engine.generate(prompts, sampling), expected)
         assert engine._runner is not None
         assert engine._runner._captures
+        runners.append(engine._runner)
+        assert list(engine._runner._replays) == [8 if turn == 3 else 4]
         engine.release()
+        assert engine._cache is None
+        assert not hasattr(engine._runner, "cache")
+        occupied.append(torch.full((5_000_000,), torch.nan, device="cuda"))  # where the cache was
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.01)
+    assert runners[0] is runners[1] is runners[2] is not runners[3]
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    expected = TransformersEngine(model, **ENDS).generate(PROMPTS[:4], sampling)
+    assert_same(engine.generate(PROMPTS[:4], sampling), expected)
+    assert engine._runner is not runners[3]
+    engine.release()
+    assert engine._runner is None, "weights that move leave graphs of no use"
 
 
 # ---- sampling options ------------------------------------------------------------------------------------------------

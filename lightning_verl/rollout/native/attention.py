@@ -173,7 +173,7 @@ def _paged_attention(
     if query.is_cuda:
         from lightning_verl.rollout.native.kernels import attend_on_gpu
 
-        return attend_on_gpu(query[0], key[0], value[0], keys, values, batch, scaling, window, softcap)
+        return attend_on_gpu(query[0], key[0], value[0], keys, values, batch, index, scaling, window, softcap)
     for cached, new in ((keys, key), (values, value)):  # as bytes where need be: float8 has no index operations
         as_bytes(cached)[batch.blocks, :, batch.offsets] = as_bytes(new[0].transpose(0, 1).to(cached.dtype))
     output = query.new_zeros(query.shape[2], query.shape[1], query.shape[3])  # padding belongs to no sequence

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
@@ -42,6 +42,7 @@ from lightning_verl.rollout.stopping import Decoder, StopRule
 
 if TYPE_CHECKING:
     from lightning_verl.rollout.native.compiled import CompiledLayers
+    from lightning_verl.rollout.native.graphs import DecodeGraphs
 
 
 @dataclass(frozen=True)
@@ -128,9 +129,12 @@ class NativeEngine:
         self._shape: CacheShape | None = None
         self._cache: KVCache | None = None
         self._layers: CompiledLayers | None = None
-        self._runner: Runner | None = None
+        self._runner: DecodeGraphs | None = None
         self._warm: set[tuple[int, SamplingParams]] = set()
-        self._made_for: object = None
+        self._captured_for: object = None
+        """The weights and adapters of the last rollout that graphs decoded."""
+        self._stay = True
+        """Whether they were the same in the rollout before."""
         self._captures = self.options.cuda_graphs and not any(isinstance(m, FSDPModule) for m in model.modules())
 
     def generate(
@@ -198,9 +202,19 @@ class NativeEngine:
         self.weight_version = version
 
     def release(self) -> None:
-        """Give the cache's memory back, unless ``keep_kvcache`` was asked for."""
+        """Give the cache's memory back, unless ``keep_kvcache`` was asked for.
+
+        Graphs stay, and what a step of theirs takes in memory, most of it the logits of one token of each sample. They
+        go too where each rollout has its weights elsewhere in memory, so that they could not be replayed.
+        """
         if not self.options.keep_kvcache:
-            self._cache = self._runner = self._made_for = None
+            self._drop_cache()
+            self._runner = self._runner if self._stay else None
+
+    def _drop_cache(self) -> None:
+        self._cache = None
+        if self._runner is not None:
+            self._runner.let_go()
 
     # ---- one generate ------------------------------------------------------------------------------------------------
 
@@ -235,24 +249,29 @@ class NativeEngine:
         )
 
     def _runner_for(self, cache: KVCache, sampling: SamplingParams, limits: Limits) -> Runner:
-        """What runs the steps. Captured graphs are used again while cache, weights and sampling stay."""
-        places = tuple(parameter.data_ptr() for parameter in self.model.parameters())
-        made_for = (id(cache), sampling, limits.rows, limits.longest, places)
-        if self._runner is not None and self._made_for == made_for:
-            return self._runner
-        adjuster = LogitAdjuster(sampling, self.eos_token_ids, self._vocabulary, cache.data.device)
+        """What runs the steps. Captured graphs are used again while weights and sampling stay."""
         if limits.burst == 1:
-            return Runner(self.model, cache, sampling, adjuster)
+            return Runner(self.model, cache, sampling, self._adjuster(sampling, cache.data.device))
         from lightning_verl.rollout.native.compiled import CompiledLayers
         from lightning_verl.rollout.native.graphs import DecodeGraphs
 
+        now = _weights_and_adapters(self.model)
+        self._stay = self._captured_for in (None, now)
+        self._captured_for = now
+        if self._runner is not None and self._stay and self._runner.serves(sampling, limits.rows, limits.longest):
+            self._runner.use(cache)
+            return self._runner
+        self._runner = None  # its memory first
         if self.options.compile_layers and self._layers is None:
             self._layers = CompiledLayers(self.model)
-        self._made_for = made_for
+        adjuster = self._adjuster(sampling, cache.data.device)
         self._runner = DecodeGraphs(
             self.model, cache, sampling, adjuster, limits.rows, limits.longest, self._layers, self._warm
         )
         return self._runner
+
+    def _adjuster(self, sampling: SamplingParams, device: torch.device) -> LogitAdjuster:
+        return LogitAdjuster(sampling, self.eos_token_ids, self._vocabulary, device)
 
     def _next_step(self, scheduler: Scheduler, device: torch.device) -> Step | None:
         """The next step of this rank, an empty one while others of the step group go on."""
@@ -278,7 +297,7 @@ class NativeEngine:
         need = _blocks_needed(groups, sampling.max_new_tokens, bounds)
         if self._cache is not None and self._cache.blocks >= need:
             return self._cache
-        self._cache = self._runner = self._made_for = None  # their memory counts as free
+        self._drop_cache()  # its memory counts as free
         block = shape.block_bytes(bounds.block_size, dtype)
         free = free_bytes(device) - self._headroom(bounds) if device.type == "cuda" else free_bytes(device)
         blocks = min(need, max(0, min(free, self.options.kv_cache_bytes or free)) // block)
@@ -307,6 +326,16 @@ class NativeEngine:
         for group, requests in groups:
             scheduler.add(group, requests)
         return scheduler
+
+
+def _weights_and_adapters(model: nn.Module) -> object:
+    """What a captured step holds: the places of weights in memory, and which adapters of peft compute."""
+    adapters = [
+        (layer.disable_adapters, tuple(layer.active_adapters), tuple(layer.merged_adapters))  # type: ignore[arg-type]
+        for layer in model.modules()
+        if hasattr(layer, "merged_adapters")
+    ]
+    return [parameter.data_ptr() for parameter in model.parameters()], adapters
 
 
 _Groups = list[tuple[Group, list[Request]]]

@@ -10,7 +10,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from lightning_verl.rollout.native.compiled import CompiledLayers
 from lightning_verl.rollout.native.draw import draw_tokens, draw_uniforms
 from lightning_verl.rollout.native.runner import Drawn, Runner
 from lightning_verl.rollout.native.scheduler import Step
-from lightning_verl.rollout.native.state import DecodeState
+from lightning_verl.rollout.native.state import CachePlaces, DecodeState
 from lightning_verl.rollout.sampling import SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -34,6 +34,8 @@ BURST = 16
 """Most tokens between two looks of the host: a sample that ended is computed for half as many on average in vain."""
 SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 """Batch sizes that are captured, each when it is first needed."""
+LONGER = 256
+"""Tokens of a prompt and its response are rounded up to a multiple, so that the next rollout needs no new graphs."""
 PATIENCE = 64
 """Tokens for which a captured size serves fewer samples before theirs is captured: that takes as long as such tokens
 lose, and samples that end one after the other would have every size captured for the few tokens that it is needed."""
@@ -42,9 +44,12 @@ lose, and samples that end one after the other would have every size captured fo
 class DecodeGraphs(Runner):
     """Runs steps, those that only decode as replayed graphs.
 
+    Graphs outlive a rollout and its cache: weights and state stay where they are in memory, and the kernels look up
+    where the cache is.
+
     Args:
-        model: The model, in eval mode, its attention on the cache. Its weights stay where they are in memory.
-        cache: The cache; it stays where it is too.
+        model: The model, in eval mode, its attention on the cache.
+        cache: The first cache; see :meth:`use`.
         sampling: How to draw.
         adjuster: What happens to logits before that.
         rows: Most samples at once.
@@ -67,13 +72,31 @@ class DecodeGraphs(Runner):
         super().__init__(model, cache, sampling, adjuster)
         self._layers, self._warm = layers, warm
         rows = next((size for size in SIZES if size >= rows), SIZES[-1])
-        width = -(-(longest + BURST) // cache.block_size)
+        known = getattr(model.config.get_text_config(), "max_position_embeddings", None) or longest
+        self._longest = max(longest, min(-(-longest // LONGER) * LONGER, known))
+        width = -(-(self._longest + BURST) // cache.block_size)
         vocabulary = model.config.get_text_config().vocab_size if adjuster.needs_seen else 0
-        self._state = DecodeState(rows, width, BURST, longest, vocabulary, cache.data.device)
+        self._state = DecodeState(rows, width, BURST, self._longest, vocabulary, cache.data.device)
+        self._places = CachePlaces(cache)
         self._replays: dict[int, Callable[[], None]] = {}
         self._patience = PATIENCE
         self._pool: Any = None
         self._captures = True
+
+    def serves(self, sampling: SamplingParams, rows: int, longest: int) -> bool:
+        """Whether it can run other steps of the same model, sampled like this."""
+        return sampling == self.sampling and longest <= self._longest and rows <= self._state.rows
+
+    def use(self, cache: KVCache) -> None:
+        """Go on with another cache, of the same type and shape of a block."""
+        self.cache = cache
+        self._places.point_to(cache)
+        self._state.forget()
+
+    def let_go(self) -> None:
+        """Hold no cache until :meth:`use`."""
+        vars(self).pop("cache", None)
+        self.watch = None
 
     def run(self, step: Step) -> Drawn:
         """Run a step; see :meth:`Runner.run`."""
@@ -112,11 +135,8 @@ class DecodeGraphs(Runner):
         """Capture a step; returns what replays it."""
         self._state.clear()
         if (size, self.sampling) not in self._warm:  # compiles kernels and sets libraries up, which no graph can hold
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
+            with _beside():
                 self._decode(size)
-            torch.cuda.current_stream().wait_stream(stream)
             self._warm.add((size, self.sampling))
         self._replays[size] = (self._captures and self._graph(size)) or partial(self._decode, size)
         return self._replays[size]
@@ -142,7 +162,7 @@ class DecodeGraphs(Runner):
         state = self._state
         tokens, positions = state.last(size)
         seeds, produced = state.source(size)
-        batch = PagedBatch(self.cache.data, tiles=state.tiles(size))
+        batch = PagedBatch(self.cache.data, tiles=state.tiles(size, self._places))
         with attending(batch), self._compiled():
             hidden = hidden_states(self.model, tokens[None], positions[None])
         logits = output_logits(self.model, hidden[0])
@@ -167,12 +187,10 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     capture and would happen again in every rollout.
     """
     torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
     collects = gc.isenabled()
     gc.disable()  # what a collection frees may call CUDA, which no capture allows
     try:
-        with torch.cuda.stream(stream):
+        with _beside():
             # Other threads, such as NCCL's watchdog, go on calling CUDA meanwhile.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
@@ -182,4 +200,19 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
+
+
+@contextmanager
+def _beside() -> Iterator[None]:
+    """Launch on a stream of its own, behind the current one and before what it gets next."""
+    stream = _stream(torch.cuda.current_device())
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
     torch.cuda.current_stream().wait_stream(stream)
+
+
+@cache
+def _stream(device: int) -> torch.cuda.Stream:
+    """Always the same: cuBLAS keeps 32 MiB for each stream that it has been called on."""
+    return torch.cuda.Stream(device)

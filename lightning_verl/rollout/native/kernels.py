@@ -49,6 +49,10 @@ class Tiles:
     """The first query of each tile, counted from ``starts``, ``[B]``."""
     queries: int
     """Queries of a tile: 1 while all sequences decode."""
+    origin: Tensor | None = None
+    """Of the cache's type; None where keys and values are where the call says, which a graph could not know."""
+    distances: Tensor | None = None
+    """How many numbers behind the origin keys and values of a layer begin, int64 ``[layers, 2]``; multiples of 16."""
 
 
 def tiles_of(chunks: Sequence[Chunk], block_size: int, device: torch.device) -> Tiles:
@@ -87,6 +91,7 @@ def attend_on_gpu(
     keys: Tensor,
     values: Tensor,
     batch: PagedBatch,
+    layer: int,
     scaling: float,
     window: int,
     softcap: float,
@@ -100,6 +105,7 @@ def attend_on_gpu(
         keys: The layer's part of the cache, ``[blocks, K, block_size, D]``.
         values: As ``keys``.
         batch: Where tokens go, and how the step is divided.
+        layer: The layer's number.
         scaling: Factor of the scores.
         window: Tokens that a query sees, itself included; 0 for all.
         softcap: Scores become ``softcap x tanh(score / softcap)``; 0 for no cap.
@@ -125,15 +131,18 @@ def attend_on_gpu(
     if splits > 1:
         parts = query.new_empty(splits, tokens, heads, size, dtype=torch.float32)
         sums = query.new_empty(splits, tokens, heads, dtype=torch.float32)
+    places = (keys, values, tiles.lengths)
+    if tiles.origin is not None and tiles.distances is not None:
+        places = (tiles.origin, tiles.origin, tiles.distances[layer])
     _attend[(count, kv_heads, splits)](
-        query, key, value, keys, values, parts, sums,
+        query, key, value, *places, parts, sums,
         tiles.tables, tiles.lengths, tiles.starts, tiles.counts, tiles.sequences, tiles.firsts,
         scaling, softcap, window, tokens,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         keys.stride(0), keys.stride(1), keys.stride(2), tiles.tables.stride(0),
         GROUP=group, SIZE=size, PADDED=padded, BLOCK=keys.shape[2], QUERIES=tiles.queries,
         ROWS=max(16, triton.next_power_of_2(tiles.queries * group)),
-        SPLITS=splits, CAPPED=softcap > 0, WINDOWED=window > 0,
+        SPLITS=splits, CAPPED=softcap > 0, WINDOWED=window > 0, MOVES=tiles.origin is not None,
         num_warps=4 if tiles.queries > 1 else 2,
         num_stages=_stages(count * kv_heads * splits, 2 * keys.shape[2] * padded * keys.element_size()),
     )  # fmt: skip
@@ -220,13 +229,13 @@ def _walk(
 
 @triton.jit(do_not_specialize=["table_width"])  # it changes between rollouts, and no graph can hold a compilation
 def _attend(
-    query, key, value, keys, values, parts, sums,
+    query, key, value, keys, values, distances, parts, sums,
     tables, lengths, starts, counts, sequences, firsts,
     scaling, softcap, window, tokens,
     query_head, query_token, key_head, key_token, value_head, value_token,
     cache_block, cache_head, cache_token, table_width,
     GROUP: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
-    ROWS: tl.constexpr, SPLITS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    ROWS: tl.constexpr, SPLITS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, MOVES: tl.constexpr,
 ):  # fmt: skip
     """One tile: ``QUERIES`` queries x ``GROUP`` heads of one sequence, over its share of the blocks."""
     tile = tl.program_id(0)
@@ -237,6 +246,9 @@ def _attend(
     length = tl.load(lengths + sequence)
     start = tl.load(starts + sequence)
     count = tl.load(counts + sequence)
+    if MOVES:
+        keys += tl.multiple_of(tl.load(distances), 16)  # loads of 16 bytes need to know
+        values += tl.multiple_of(tl.load(distances + 1), 16)
     keys += kv_head * cache_head
     values += kv_head * cache_head
     blocks = tables + sequence * table_width

@@ -9,9 +9,31 @@ from torch import Tensor
 
 from lightning_verl.data.transfer import int64, to_device
 from lightning_verl.rollout.native.batch import block_tables
+from lightning_verl.rollout.native.cache import KVCache
 from lightning_verl.rollout.native.kernels import Tiles
 from lightning_verl.rollout.native.runner import Drawn, seen_of
 from lightning_verl.rollout.native.scheduler import Request
+
+
+class CachePlaces:
+    """Where keys and values of each layer are, for kernels in graphs that are older than the cache.
+
+    Args:
+        cache: The first of them.
+    """
+
+    def __init__(self, cache: KVCache) -> None:
+        self.origin = torch.zeros(16, dtype=cache.data.dtype, device=cache.data.device)
+        """Stays where it is in memory; its numbers are not used."""
+        self.distances = torch.zeros(*cache.data.shape[:2], dtype=torch.int64, device=cache.data.device)
+        """From the origin to keys and values of each layer, in numbers, int64 ``[layers, 2]``."""
+        self.point_to(cache)
+
+    def point_to(self, cache: KVCache) -> None:
+        """Find those of another cache."""
+        start, size = self.origin.data_ptr(), cache.data.element_size()
+        found = [[(part.data_ptr() - start) // size for part in layer] for layer in cache.data]
+        self.distances.copy_(to_device(int64(found), self.distances.device))
 
 
 class DecodeState:
@@ -107,10 +129,11 @@ class DecodeState:
         """Which tokens they have had, bool ``[size, V]``; None where nobody asks."""
         return self._seen[:size] if self._seen.numel() else None
 
-    def tiles(self, size: int) -> Tiles:
-        """How attention divides them."""
+    def tiles(self, size: int, cache: CachePlaces) -> Tiles:
+        """How attention divides them, and where it finds the cache."""
         places, ones, zeros = self._places[:size], self._ones[:size], self._zeros[:size]
-        return Tiles(self._tables[:size], self._lengths[:size], places, ones, places, zeros, queries=1)
+        tables, lengths = self._tables[:size], self._lengths[:size]
+        return Tiles(tables, lengths, places, ones, places, zeros, 1, cache.origin, cache.distances)
 
     def advance(self, tokens: Tensor, logprobs: Tensor) -> None:
         """Take what was drawn for the first rows, as results and as what the next token follows.

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,12 +18,12 @@ from torch import Tensor
 from lightning_verl.rollout.native import kernels
 from lightning_verl.rollout.native.attention import PagedBatch, attending
 from lightning_verl.rollout.native.batch import _rows
-from lightning_verl.rollout.native.cache import as_bytes
+from lightning_verl.rollout.native.cache import CacheShape, KVCache, as_bytes
 from lightning_verl.rollout.native.draw import draw_tokens, draw_uniforms
 from lightning_verl.rollout.native.graphs import PATIENCE, DecodeGraphs
 from lightning_verl.rollout.native.linears import joined_linear, pays
 from lightning_verl.rollout.native.scheduler import Chunk, Group, Request
-from lightning_verl.rollout.native.state import DecodeState
+from lightning_verl.rollout.native.state import CachePlaces, DecodeState
 from lightning_verl.rollout.sampling import SamplingParams, sample_tokens, uniforms
 
 CPU = torch.device("cpu")
@@ -44,6 +45,8 @@ class Attention:
     block_size: int = 16
     dtype: torch.dtype = torch.float32
     stored: torch.dtype | None = None
+    moves: bool = False
+    """Whether the kernel looks up where the cache is."""
     programs: int = 1
     """What fills the GPU: with more than there are tiles and heads, the walk over the blocks is split."""
 
@@ -52,6 +55,8 @@ ATTENTIONS = {
     "decode": Attention(DECODE),
     "decode, split": Attention(DECODE, programs=48),
     "decode, split more than there are blocks": Attention(DECODE, programs=400),
+    "decode, cache elsewhere": Attention(DECODE, moves=True),
+    "decode, cache elsewhere, fp8": Attention(DECODE, moves=True, stored=torch.float8_e4m3fn, programs=48),
     "prompts": Attention(PROMPTS),
     "prompts, split": Attention(PROMPTS, programs=24),
     "mixed": Attention(MIXED),
@@ -119,9 +124,13 @@ def attention(case: Attention) -> dict[str, Any]:
         expected = torch.ops.lightning_verl.paged_attention(query, key, value, layer, 0.3, case.window, case.softcap)
     kernels._PROGRAMS = case.programs
     tiles = kernels.tiles_of(chunks, size, CPU)
+    if case.moves:
+        places = CachePlaces(KVCache(CacheShape(1, case.kv_heads, case.size, case.dtype), 2, size, stored, CPU))
+        places.point_to(SimpleNamespace(data=other))  # type: ignore[arg-type]
+        tiles = replace(tiles, origin=places.origin, distances=places.distances)
     result = kernels.attend_on_gpu(
         query[0], key[0], value[0], *other[0],
-        PagedBatch(other, torch.tensor(blocks), at % size, tiles=tiles), 0.3, case.window, case.softcap,
+        PagedBatch(other, torch.tensor(blocks), at % size, tiles=tiles), 0, 0.3, case.window, case.softcap,
     )  # fmt: skip
     return {
         "split": case.programs >= 2 * len(tiles.sequences) * case.kv_heads,
@@ -143,7 +152,7 @@ def unusual_strides() -> float:
     with attending(PagedBatch(cache, *places, rows=tuple(_rows(chunks)))):
         expected = torch.ops.lightning_verl.paged_attention(query, key, value, torch.tensor(0), 0.3, 0, 0.0)
     batch = PagedBatch(other, *places, tiles=kernels.tiles_of(chunks, 16, CPU))
-    result = kernels.attend_on_gpu(query[0], key[0], value[0], *other[0], batch, 0.3, 0, 0.0)
+    result = kernels.attend_on_gpu(query[0], key[0], value[0], *other[0], batch, 0, 0.3, 0, 0.0)
     return float((result - expected).abs().max())
 
 
@@ -245,16 +254,17 @@ def which_pay() -> dict[str, bool]:
 
 def decoding() -> dict[str, Any]:
     """Two samples in a state of three rows, which decode three tokens; the first has 5 tokens of 6 at most."""
+    cache = CachePlaces(KVCache(CacheShape(1, 1, 16, torch.float32), 2, 16, torch.float32, CPU))
     state = DecodeState(3, width=2, burst=4, longest=6, vocabulary=10, device=CPU)
     requests = [
         Request(0, 7, Group([1, 2, 3]), response=[4, 5], cached=4, blocks=[9]),
         Request(1, 8, Group([3]), response=[6], cached=1, blocks=[2, 5]),
     ]
     state.load(requests)
-    facts: dict[str, Any] = {"tables": state.tiles(3).tables.tolist(), "seen": state.seen(2).tolist()}  # type: ignore[union-attr]
+    facts: dict[str, Any] = {"tables": state.tiles(3, cache).tables.tolist(), "seen": state.seen(2).tolist()}  # type: ignore[union-attr]
     facts["steps"] = []
     for turn in range(3):
-        steps = (*state.last(3), *state.source(3), state.tiles(3).lengths)
+        steps = (*state.last(3), *state.source(3), state.tiles(3, cache).lengths)
         facts["steps"].append([values.tolist() for values in steps])
         state.advance(torch.tensor([7, 8 - turn, 0]), torch.tensor([-1.0, -2.0 - turn, 0.0]))
     drawn = state.drawn(3, 2)
