@@ -311,6 +311,6 @@ def _trial_row(trial: Trial) -> str:
         "" if trial.measured_gib is None else f"{trial.measured_gib:.1f}",
         "" if trial.seconds is None else f"{trial.seconds:.1f}",
         "" if trial.tokens_per_second is None else f"{trial.tokens_per_second:,.0f}",
-        "fits" if trial.fits else trial.problem.replace("|", "/"),
+        "fits" if trial.fits else "out of memory" if trial.out_of_memory else trial.problem.replace("|", "/"),
     ]
     return f"| {' | '.join(cells)} |"

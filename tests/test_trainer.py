@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ from lightning_verl.algorithms.base import Algorithm
 from lightning_verl.callbacks import RewardEMA
 from lightning_verl.data.experience import Experience, PromptBatch
 from lightning_verl.rollout.base import FinishReason, Rollouts
-from lightning_verl.rollout.batch import demonstrations, join_rollouts
+from lightning_verl.rollout.batch import join_rollouts
 from lightning_verl.strategies.diagnosis import StepTimes
 from lightning_verl.strategies.dispatch import AgreedError
 from lightning_verl.strategies.layout import RoleLayout
@@ -409,22 +409,6 @@ def test_sft_takes_one_response_a_prompt_from_the_named_field() -> None:
     trainer = make_trainer(SFT(response_field="reply"), samples_per_prompt=None)
     with pytest.raises(AgreedError, match=r"the rollout phase failed on rank 0: .*field 'reply'.*fields: \['answer'\]"):
         trainer.fit(1)
-
-
-def test_demonstrations_take_prompts_from_any_device() -> None:
-    class OnDevice(PromptBatch):
-        """Notes that it was brought to the host, as prompts on CUDA must be."""
-
-        moved: ClassVar[list[str]] = []
-
-        def to(self, device: Any, non_blocking: bool = False) -> PromptBatch:
-            self.moved.append(str(device))
-            return PromptBatch(self.ids, self.lengths, self.indices, self.texts, self.fields)
-
-    prompts = OnDevice(torch.tensor([[5, 6]]), torch.tensor([2]), torch.tensor([0]), ["x"], [{"answer": "1"}])
-    batch = demonstrations(prompts, "answer", TOKENIZER)
-    assert OnDevice.moved == ["cpu"]
-    assert batch.input_ids.tolist() == [[5, 6, TOKENIZER.convert_tokens_to_ids("1"), TOKENIZER.eos_token_id]]
 
 
 def test_a_role_that_the_algorithm_needs_is_named() -> None:
