@@ -205,11 +205,13 @@ class NativeEngine:
         """Give the cache's memory back, unless ``keep_kvcache`` was asked for.
 
         Graphs stay, and what a step of theirs takes in memory, most of it the logits of one token of each sample. They
-        go too where each rollout has its weights elsewhere in memory, so that they could not be replayed.
+        go too where each rollout has its weights elsewhere in memory, so that they could not be replayed, and over
+        tensor ranks: NCCL ends no communicator that is part of a graph.
         """
         if not self.options.keep_kvcache:
             self._drop_cache()
-            self._runner = self._runner if self._stay else None
+            shared = self.tensor_group is not None and dist.get_world_size(self.tensor_group) > 1
+            self._runner = self._runner if self._stay and not shared else None
 
     def _drop_cache(self) -> None:
         self._cache = None
