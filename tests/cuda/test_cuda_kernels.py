@@ -1,4 +1,4 @@
-"""Triton kernels of the native engine in the types and sizes of real models; their edges are in tests/rollout/native."""
+"""Triton kernels of the native engine in types and sizes of real models; their edges are in tests/rollout/native."""
 
 from __future__ import annotations
 
