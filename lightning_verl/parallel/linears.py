@@ -50,9 +50,14 @@ def cut_linears(module: nn.Module, style: str, mesh: DeviceMesh) -> None:
         mesh: The tensor axis.
 
     Raises:
-        TypeError: It is no plain linear layer.
+        TypeError: It is no plain linear layer, or its adapter no plain LoRA.
     """
     group = mesh.get_group()
+    for adapter, variant in getattr(module, "lora_variant", {}).items():
+        raise TypeError(
+            f"{type(module).__name__} has the adapter {adapter!r} of {type(variant).__name__}, but only plain LoRA can "
+            "be cut over a tensor axis; set its role's tp to 1, or leave use_dora and kin out of the LoraConfig."
+        )
     for linear in linears(module, style):
         if getattr(type(linear), "forward", None) is not nn.Linear.forward:
             raise TypeError(

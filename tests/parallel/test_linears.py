@@ -219,3 +219,19 @@ def test_linear_layers_of_their_own_kind_are_refused() -> None:
         assert message == (
             "Doubled is planned as colwise, but only torch.nn.Linear can be cut so; set its role's tp to 1."
         )
+
+
+def adapter_refused() -> str:
+    adapted = inject_adapter_in_model(
+        LoraConfig(r=2, use_dora=True, target_modules=["0"]), nn.Sequential(nn.Linear(4, 4))
+    )
+    with pytest.raises(TypeError) as caught:
+        cut_linears(adapted[0], "rowwise", own_mesh())
+    return str(caught.value)
+
+
+def test_adapters_that_are_more_than_lora_are_refused() -> None:
+    for message in run_ranks(adapter_refused, 2):
+        assert message.startswith(
+            "Linear has the adapter 'default' of DoraLinearVariant, but only plain LoRA can be cut"
+        )
