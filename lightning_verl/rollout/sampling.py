@@ -3,7 +3,8 @@
 Every engine samples with the pure functions below: one response has one seed, one response token has one uniform
 number, and both are hashes of counters. So a response depends on its weights, prompt, step and sample number only: not
 on the batch it is in, on the device's random generator, or on how many tokens were sampled before it. Cumulative sums
-are taken over integers, which makes them exact and the same in every order of summation.
+are taken over integers, which makes them exact and the same in every order of summation; a kernel of the native engine
+(``native/draw.py``) takes them over parts of the vocabulary in floats first, which moves borders by their rounding.
 
 Shape letters: N rows, V vocabulary.
 """

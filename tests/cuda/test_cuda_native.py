@@ -192,29 +192,52 @@ def test_graphs_serve_later_rollouts() -> None:
     torch._dynamo.reset()
     model = copy.deepcopy(model_of("llama", "cuda"))
     engine, sampling = native(model), SamplingParams(n=2, temperature=0.7, max_new_tokens=40)
-    runners, occupied = [], []
-    for turn, lengths in enumerate(((3, 5), (40, 200), (130, 8), (130, 8, 90, 77))):
+    runners, caches, occupied = [], [], []
+    for turn, lengths in enumerate(((3, 5), (3, 5), (40, 200), (130, 8), (130, 8, 90, 77))):
         prompts = [PROMPTS[4][:1] * length for length in lengths]
         expected = TransformersEngine(model, **ENDS).generate(prompts, sampling)
         assert_same(engine.generate(prompts, sampling), expected)
+        assert engine._cache is not None
         assert engine._runner is not None
         assert engine._runner._captures
         runners.append(engine._runner)
-        assert list(engine._runner._replays) == [8 if turn == 3 else 4]
+        caches.append(engine._cache.data.data_ptr())
+        assert list(engine._runner._replays) == [8 if turn == 4 else 4]
         engine.release()
         assert engine._cache is None
-        assert not hasattr(engine._runner, "cache")
         occupied.append(torch.full((5_000_000,), torch.nan, device="cuda"))  # where the cache was
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.01)
-    assert runners[0] is runners[1] is runners[2] is not runners[3]
+    assert runners[0] is not runners[1], "weights are known to stay where they are from the second rollout on"
+    assert runners[1] is runners[2] is runners[3] is not runners[4]
+    assert len(set(caches[1:4])) > 1
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     expected = TransformersEngine(model, **ENDS).generate(PROMPTS[:4], sampling)
     assert_same(engine.generate(PROMPTS[:4], sampling), expected)
-    assert engine._runner is not runners[3]
+    assert engine._runner is not runners[4]
     engine.release()
     assert engine._runner is None, "weights that move leave graphs of no use"
+
+
+def test_batches_shrink_through_several_graphs() -> None:
+    """In bf16, few samples first: what that compiled must serve no size of a larger batch unseen."""
+    torch._dynamo.reset()
+    model = copy.deepcopy(model_of("qwen2", "cuda")).bfloat16()
+    model.config.max_position_embeddings = 512
+    engine = native(model)
+    sampling = SamplingParams(n=4, max_new_tokens=300, stop_token_ids=(7,))
+    few = engine.generate(PROMPTS[:1], sampling)
+    engine.release()
+    many = engine.generate(PROMPTS, sampling)
+    assert engine._runner is not None
+    assert engine._runner._captures
+    assert len(engine._runner._replays) >= 2, "samples must end at unequal times"
+    assert len(set(many.lengths.tolist())) > 10
+    for rollouts, prompts in ((few, PROMPTS[:1]), (many, PROMPTS)):
+        found = errors(model, prompts, rollouts, sampling)
+        assert found.mean() < 0.03  # bf16 keeps 8 bits
+        assert found.max() < 0.2
 
 
 # ---- sampling options ------------------------------------------------------------------------------------------------

@@ -10,16 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from lightning_verl.data.experience import PromptBatch
 from lightning_verl.models.modes import deterministic
+from lightning_verl.resharding.layouts import local_part
 from lightning_verl.rollout.adjust import LogitAdjuster
 from lightning_verl.rollout.base import FinishReason, Rollouts, SampleWatch
 from lightning_verl.rollout.inputs import (
@@ -130,11 +132,11 @@ class NativeEngine:
         self._cache: KVCache | None = None
         self._layers: CompiledLayers | None = None
         self._runner: DecodeGraphs | None = None
-        self._warm: set[tuple[int, SamplingParams]] = set()
-        self._captured_for: object = None
-        """The weights and adapters of the last rollout that graphs decoded."""
-        self._stay = True
-        """Whether they were the same in the rollout before."""
+        self._warm: set[tuple[int, int, SamplingParams]] = set()
+        self._captured_for: Held | None = None
+        """Of the last rollout that graphs decoded."""
+        self._stay = False
+        """Whether it was the same in the rollout before."""
         self._captures = self.options.cuda_graphs and not any(isinstance(m, FSDPModule) for m in model.modules())
 
     def generate(
@@ -210,8 +212,12 @@ class NativeEngine:
         """
         if not self.options.keep_kvcache:
             self._drop_cache()
-            shared = self.tensor_group is not None and dist.get_world_size(self.tensor_group) > 1
-            self._runner = self._runner if self._stay and not shared else None
+        if self._runner is not None and not (self._stay and self._has_whole_weights):
+            self._runner = None
+
+    @property
+    def _has_whole_weights(self) -> bool:
+        return self.tensor_group is None or dist.get_world_size(self.tensor_group) == 1
 
     def _drop_cache(self) -> None:
         self._cache = None
@@ -257,9 +263,10 @@ class NativeEngine:
         from lightning_verl.rollout.native.compiled import CompiledLayers
         from lightning_verl.rollout.native.graphs import DecodeGraphs
 
-        now = _weights_and_adapters(self.model)
-        self._stay = self._captured_for in (None, now)
-        self._captured_for = now
+        held, before = Held.of(self.model), self._captured_for
+        self._stay, self._captured_for = held == before, held
+        if before is not None and held.adapters != before.adapters:
+            self._warm.clear()  # other layers run
         if self._runner is not None and self._stay and self._runner.serves(sampling, limits.rows, limits.longest):
             self._runner.use(cache)
             return self._runner
@@ -301,8 +308,10 @@ class NativeEngine:
             return self._cache
         self._drop_cache()  # its memory counts as free
         block = shape.block_bytes(bounds.block_size, dtype)
-        free = free_bytes(device) - self._headroom(bounds) if device.type == "cuda" else free_bytes(device)
-        blocks = min(need, max(0, min(free, self.options.kv_cache_bytes or free)) // block)
+        blocks = min(need, self._room(bounds, device) // block)
+        if blocks < need and self._runner is not None:
+            self._runner = None  # what its graphs take counts as free, but is not
+            blocks = min(need, self._room(bounds, device) // block)
         if self.tensor_group is not None:
             least = torch.tensor([blocks], device=device)
             dist.all_reduce(least, dist.ReduceOp.MIN, group=self.tensor_group)
@@ -310,6 +319,11 @@ class NativeEngine:
         host = need - blocks + 1 if self.options.offload_kvcache and blocks < need else 0
         self._cache = KVCache(shape, max(blocks, 2), bounds.block_size, dtype, device, host)
         return self._cache
+
+    def _room(self, bounds: _Bounds, device: torch.device) -> int:
+        """Bytes that the cache may have."""
+        free = free_bytes(device) - self._headroom(bounds) if device.type == "cuda" else free_bytes(device)
+        return max(0, min(free, self.options.kv_cache_bytes or free))
 
     def _headroom(self, bounds: _Bounds) -> int:
         """Bytes that a step needs besides the cache: activations of its tokens, and a few copies of the logits."""
@@ -330,14 +344,32 @@ class NativeEngine:
         return scheduler
 
 
-def _weights_and_adapters(model: nn.Module) -> object:
-    """What a captured step holds: the places of weights in memory, and which adapters of peft compute."""
-    adapters = [
-        (layer.disable_adapters, tuple(layer.active_adapters), tuple(layer.merged_adapters))  # type: ignore[arg-type]
-        for layer in model.modules()
-        if hasattr(layer, "merged_adapters")
-    ]
-    return [parameter.data_ptr() for parameter in model.parameters()], adapters
+@dataclass(frozen=True)
+class Held:
+    """What captured steps of a model hold: they can be replayed while it stays the same."""
+
+    places: list[int]
+    """Of parameters and buffers in memory."""
+    adapters: list[tuple[object, ...]]
+    """Which adapters of peft compute, layer by layer, and their factors."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Held:
+        """Take it from a model."""
+        tensors = [*model.parameters(), *model.buffers()]
+        layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
+        return cls(
+            [local_part(tensor).data_ptr() for tensor in tensors],
+            [
+                (
+                    layer.disable_adapters,
+                    *layer.active_adapters,
+                    *layer.merged_adapters,
+                    *sorted(getattr(layer, "scaling", {}).items()),
+                )
+                for layer in layers
+            ],
+        )
 
 
 _Groups = list[tuple[Group, list[Request]]]

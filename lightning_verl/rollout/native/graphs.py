@@ -55,7 +55,8 @@ class DecodeGraphs(Runner):
         rows: Most samples at once.
         longest: Most tokens of a prompt and its response.
         layers: The model's layers, compiled; None runs them as they are.
-        warm: What ran before in this process, with the same model; added to. It need not run before it is captured.
+        warm: Rows, sizes and sampling that ran before with the same model, so that capturing them finds nothing to
+            compile; added to.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class DecodeGraphs(Runner):
         rows: int,
         longest: int,
         layers: CompiledLayers | None,
-        warm: set[tuple[int, SamplingParams]],
+        warm: set[tuple[int, int, SamplingParams]],
     ) -> None:
         super().__init__(model, cache, sampling, adjuster)
         self._layers, self._warm = layers, warm
@@ -97,6 +98,7 @@ class DecodeGraphs(Runner):
         """Hold no cache until :meth:`use`."""
         vars(self).pop("cache", None)
         self.watch = None
+        self._state.forget()
 
     def run(self, step: Step) -> Drawn:
         """Run a step; see :meth:`Runner.run`."""
@@ -134,10 +136,11 @@ class DecodeGraphs(Runner):
     def _capture(self, size: int) -> Callable[[], None]:
         """Capture a step; returns what replays it."""
         self._state.clear()
-        if (size, self.sampling) not in self._warm:  # compiles kernels and sets libraries up, which no graph can hold
+        kind = (self._state.rows, size, self.sampling)
+        if kind not in self._warm:  # compiles kernels and sets libraries up, which no graph can hold
             with _beside():
                 self._decode(size)
-            self._warm.add((size, self.sampling))
+            self._warm.add(kind)
         self._replays[size] = (self._captures and self._graph(size)) or partial(self._decode, size)
         return self._replays[size]
 
@@ -151,6 +154,8 @@ class DecodeGraphs(Runner):
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
+            if isinstance(error.__context__, KeyboardInterrupt | torch.OutOfMemoryError):
+                raise error.__context__ from None  # what ended the capture, whose end failed then
             self._captures = False
             reason = str(error).splitlines()[0]
             _log.warning("NativeEngine: %s is decoded without a CUDA graph: %s", type(self.model).__name__, reason)
@@ -207,9 +212,11 @@ def _beside() -> Iterator[None]:
     """Launch on a stream of its own, behind the current one and before what it gets next."""
     stream = _stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        yield
-    torch.cuda.current_stream().wait_stream(stream)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        torch.cuda.current_stream().wait_stream(stream)
 
 
 @cache

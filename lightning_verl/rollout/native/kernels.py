@@ -9,8 +9,10 @@ their log-sum-exps.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -27,8 +29,10 @@ _QUERIES = 16
 _PROGRAMS = 264
 """Programs that fill the GPU: two on each of 132 multiprocessors. With fewer, the walk over the blocks is split."""
 _MOST_SPLITS = 16
-_AHEAD = 160 * 1024
-"""Bytes of keys and values that a program loads ahead where it has a multiprocessor almost to itself."""
+_AHEAD = 5
+"""Blocks of keys and values that are on their way or in use at once where a program has a multiprocessor to itself."""
+_OTHER_BYTES = 16 * 1024
+"""Shared memory that a program takes beside them, at most."""
 
 
 @dataclass
@@ -53,6 +57,12 @@ class Tiles:
     """Of the cache's type; None where keys and values are where the call says, which a graph could not know."""
     distances: Tensor | None = None
     """How many numbers behind the origin keys and values of a layer begin, int64 ``[layers, 2]``; multiples of 16."""
+
+    def places(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What the kernel is given to find the keys and values of a layer."""
+        if self.origin is None or self.distances is None:
+            return keys, values, self.lengths
+        return self.origin, self.origin, self.distances[layer]
 
 
 def tiles_of(chunks: Sequence[Chunk], block_size: int, device: torch.device) -> Tiles:
@@ -123,19 +133,15 @@ def attend_on_gpu(
             key.stride(0), key.stride(1), value.stride(0), value.stride(1),
             keys.stride(0), keys.stride(1), keys.stride(2), SIZE=size, PADDED=padded,
         )  # fmt: skip
-    count = len(tiles.sequences)
+    count, group = len(tiles.sequences), heads // kv_heads
     splits = min(_MOST_SPLITS, triton.next_power_of_2(max(1, _PROGRAMS // (count * kv_heads))))
-    group = heads // kv_heads
     output = query.new_empty(tokens, heads, size)
     parts, sums = output, output
     if splits > 1:
         parts = query.new_empty(splits, tokens, heads, size, dtype=torch.float32)
         sums = query.new_empty(splits, tokens, heads, dtype=torch.float32)
-    places = (keys, values, tiles.lengths)
-    if tiles.origin is not None and tiles.distances is not None:
-        places = (tiles.origin, tiles.origin, tiles.distances[layer])
     _attend[(count, kv_heads, splits)](
-        query, key, value, *places, parts, sums,
+        query, key, value, *tiles.places(keys, values, layer), parts, sums,
         tiles.tables, tiles.lengths, tiles.starts, tiles.counts, tiles.sequences, tiles.firsts,
         scaling, softcap, window, tokens,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
@@ -143,18 +149,28 @@ def attend_on_gpu(
         GROUP=group, SIZE=size, PADDED=padded, BLOCK=keys.shape[2], QUERIES=tiles.queries,
         ROWS=max(16, triton.next_power_of_2(tiles.queries * group)),
         SPLITS=splits, CAPPED=softcap > 0, WINDOWED=window > 0, MOVES=tiles.origin is not None,
-        num_warps=4 if tiles.queries > 1 else 2,
-        num_stages=_stages(count * kv_heads * splits, 2 * keys.shape[2] * padded * keys.element_size()),
+        num_warps=4 if tiles.queries > 1 else 2, num_stages=_stages(count * kv_heads * splits, keys, padded),
     )  # fmt: skip
     if splits > 1:
         _join[(tokens * heads,)](parts, sums, output, tokens * heads, SIZE=size, PADDED=padded, SPLITS=splits)
     return output[None]
 
 
-def _stages(programs: int, block_bytes: int) -> int:
+def _stages(programs: int, keys: Tensor, padded: int) -> int:
     """How many blocks are on their way or in use at once: the fewer programs run, the more each must load ahead."""
-    few = programs <= _PROGRAMS and block_bytes * 5 <= _AHEAD
-    return 5 if few else 3 if block_bytes <= 64 * 1024 else 2
+    ahead = _AHEAD * 2 * keys.shape[2] * padded * keys.element_size() + _OTHER_BYTES
+    if programs <= _PROGRAMS and ahead <= shared_bytes(keys.device):
+        return _AHEAD
+    return 3 if padded <= 128 else 2
+
+
+@cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that a program may take: 227 KiB on Hopper, 99 on some others. The interpreter takes any."""
+    if device.type != "cuda":
+        return sys.maxsize
+    found = torch.cuda.get_device_properties(device)
+    return int(getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block))
 
 
 def _with_unit_stride(tensor: Tensor) -> Tensor:

@@ -3,19 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_verl.rollout.native.kernels import shared_bytes
+
 _MOST = 3
 """Layers that a launch takes."""
 _MOST_FLOPS = 2e9
 """Measured on an H200: beyond, cuBLAS is faster with a product for each layer."""
-_FEW_ROWS = 128
 _COLUMNS = 64
 """Outputs of a tile, of which tensor cores take no fewer."""
+
+
+class _Tiling(NamedTuple):
+    """How the layers are divided; measured on an H200."""
+
+    rows: int
+    """Of a tile."""
+    step: int
+    """Inputs that are multiplied at once."""
+    stages: int
+    """Steps whose inputs are on their way or in use at once."""
+
+    @classmethod
+    def of(cls, rows: int) -> _Tiling:
+        """For so many rows of the input."""
+        if rows > 128:
+            return cls(64, 256, 3)
+        return cls(32 if rows > 64 else 16, 128, 5)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory that it takes."""
+        return self.stages * self.step * (_COLUMNS + self.rows) * 2
 
 
 def pays(hidden: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
@@ -34,6 +59,7 @@ def pays(hidden: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | No
         and len({tensor.dtype for tensor in tensors}) == 1
         and all(tensor.is_contiguous() for tensor in tensors)
         and 2 * hidden.numel() * sum(map(len, weights)) <= _MOST_FLOPS
+        and _Tiling.of(hidden.numel() // hidden.shape[-1]).shared_bytes <= shared_bytes(hidden.device)
     )
 
 
@@ -52,13 +78,12 @@ def joined_linear(hidden: Tensor, weights: Sequence[Tensor], biases: Sequence[Te
     outputs = [rows.new_empty(len(rows), len(weight)) for weight in weights]
     spare = _MOST - len(weights)
     kinds = [weights, weights if biases[0] is None else biases, outputs]
-    few = len(rows) <= _FEW_ROWS
-    tile = 64 if not few else 32 if len(rows) > _FEW_ROWS // 2 else 16
+    tiling = _Tiling.of(len(rows))
     tiles = sum(triton.cdiv(len(weight), _COLUMNS) for weight in weights)
-    _linear[(triton.cdiv(len(rows), tile), tiles)](
+    _linear[(triton.cdiv(len(rows), tiling.rows), tiles)](
         rows, *(tensor for kind in kinds for tensor in [*kind, *[kind[0]] * spare]),
         len(rows), *map(len, weights), *[0] * spare, INPUTS=rows.shape[1], BIASED=biases[0] is not None,
-        ROWS=tile, COLUMNS=_COLUMNS, STEP=128 if few else 256, num_warps=4, num_stages=5 if few else 3,
+        ROWS=tiling.rows, COLUMNS=_COLUMNS, STEP=tiling.step, num_warps=4, num_stages=tiling.stages,
     )  # fmt: skip
     return [output.view(*hidden.shape[:-1], -1) for output in outputs]
 

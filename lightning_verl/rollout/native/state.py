@@ -151,7 +151,7 @@ class DecodeState:
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["longest"])  # it changes between rollouts whose graphs are captured without a run before
+@triton.jit(do_not_specialize=["rows", "longest"])  # they change between runners; no graph can hold a compilation
 def _advance(
     drawn, values, numbers, lengths, turn, tokens, logprobs, size, rows, longest, PADDED: tl.constexpr
 ):  # fmt: skip
