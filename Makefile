@@ -16,8 +16,9 @@ WORKERS ?= 2
 # Both ends of the supported range of transformers, each laid over .venv through PYTHONPATH.
 TRANSFORMERS_RANGE := 5.17.0 5.24.0
 OVERLAY := build/transformers
-# Of the tests of rollouts, those that run models.
-ENGINE_TESTS := tests/rollout/test_transformers_engine.py $(wildcard tests/rollout/native/test_native*.py)
+# Those that run models.
+MODEL_TESTS := tests/models tests/parallel tests/testing/test_tiny.py tests/testing/test_tokenizer.py \
+	tests/rollout/test_transformers_engine.py $(wildcard tests/rollout/native/test_native*.py)
 # 5.17 wants huggingface_hub 1.x, and that wants httpx; .venv has their successors.
 OVERLAY_EXTRA_5.17.0 := huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9 certifi==2026.10.18
 
@@ -88,7 +89,7 @@ test-transformers-%: $(OVERLAY)-%/.installed
 	PYTHONPATH=$(CURDIR)/$(OVERLAY)-$* $(BIN)/python -c \
 		"import transformers; assert transformers.__version__ == '$*', transformers.__version__"
 	PYTHONPATH=$(CURDIR)/$(OVERLAY)-$* $(PYTEST) -q -m "not slow and not real_model and not vllm and not torchao and not bitsandbytes and not cuda" \
-		tests/models tests/parallel tests/testing $(ENGINE_TESTS) $(ARGS)
+		$(MODEL_TESTS) $(ARGS)
 
 transformers-overlays: $(TRANSFORMERS_RANGE:%=$(OVERLAY)-%/.installed)  ## Download both ends of the range
 

@@ -36,6 +36,10 @@ def _process_title() -> str:
     return next(name for name in ("spawn_main", "forkserver") if name in words)
 
 
+def _sum_and_title() -> tuple[tuple[int, float, int], str]:
+    return _sum_of_ranks(5), _process_title()
+
+
 def _fabric_gather() -> list[int]:
     fabric = Fabric(accelerator="cpu", strategy="ddp", devices=int(os.environ["WORLD_SIZE"]))
     fabric.launch()
@@ -157,6 +161,5 @@ def test_with_cuda_ranks_are_new_processes(monkeypatch: pytest.MonkeyPatch) -> N
     # Forked ranks could not use CUDA: what the server imports has asked for the devices.
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert run_ranks(_sum_of_ranks, 2, 5) == [(0, 11.0, 1), (1, 11.0, 1)]
-    assert run_ranks(_process_title, 1) == ["spawn_main"]
+    assert run_ranks(_sum_and_title, 2) == [((0, 11.0, 1), "spawn_main"), ((1, 11.0, 1), "spawn_main")]
     assert os.environ.get("TOKENIZERS_PARALLELISM") == before
