@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -195,6 +195,23 @@ def test_other_errors_than_memory_are_tried_again(benchmark: ModuleType, tmp_pat
     assert benchmark.begin(options, False).trials == trials[1:]
     benchmark.save(output, replace(empty, trials=trials, memory_gib=1.0))  # another GPU: nothing to compare with
     assert benchmark.begin(options, False).trials == []
+
+
+def test_on_a_gpu_its_memory_bounds_the_search(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Half of 140 GiB for this process; torch wants the number of the GPU for that."""
+
+    def fraction(device: Any) -> float:
+        assert (device.type, device.index) == ("cuda", 0)
+        return 0.5
+
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=140 * GIB))
+    monkeypatch.setattr("torch.cuda.get_per_process_memory_fraction", fraction)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
+    options = benchmark._parser().parse_args(["--output", str(tmp_path / "largest.json"), "--shape", "1.5B"])
+    result = benchmark.begin(options, True)
+    assert (result.device, result.memory_gib, result.shape) == ("a GPU", 70.0, "1.5B")
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
