@@ -33,7 +33,7 @@ FOUR_LAYERS = [("qwen3", "ppo", TWO_CUTS), ("qwen2", "grpo", ONE_ROW)]
 """A model with a head of its own and one whose head is tied to the embedding."""
 
 
-def compare(ranks: int, mesh: Any, cases: Any, **options: Any) -> None:
+def assert_trains_alike(ranks: int, mesh: Any, cases: Any, **options: Any) -> None:
     """The updates of ranks are those of one process, whole on rank 0."""
     alone = {key: options[key] for key in ("layers", "actor_options") if key in options}
     expected = updates({}, None, cases, **alone)
@@ -53,7 +53,7 @@ def compare(ranks: int, mesh: Any, cases: Any, **options: Any) -> None:
 def test_stages_change_nothing(ranks: int, mesh: Any) -> None:
     budgets = (TWO_CUTS, EVERYTHING) if ranks == 2 else (TWO_CUTS,)
     cases = [("qwen3", name, budget) for name in ALGORITHMS for budget in budgets]
-    compare(ranks, mesh, [*cases, ("qwen2", "ppo", ONE_ROW)])
+    assert_trains_alike(ranks, mesh, [*cases, ("qwen2", "ppo", ONE_ROW)])
 
 
 @pytest.mark.parametrize(
@@ -74,17 +74,17 @@ def test_stages_change_nothing(ranks: int, mesh: Any) -> None:
     ],
 )
 def test_schedules_and_memory_options_change_nothing(ranks: int, mesh: Any, options: Any) -> None:
-    compare(ranks, mesh, FOUR_LAYERS, layers=4, **options)
+    assert_trains_alike(ranks, mesh, FOUR_LAYERS, layers=4, **options)
 
 
 @pytest.mark.parametrize(("ranks", "mesh"), [(2, (1, 1, 2, 1)), (4, (2, 1, 2, 1))], ids=["stages2", "data2xstages2"])
 def test_adapters_train_alike_in_stages(ranks: int, mesh: Any) -> None:
-    compare(ranks, mesh, [("qwen3", "grpo", TWO_CUTS)], actor_options=LORA)
+    assert_trains_alike(ranks, mesh, [("qwen3", "grpo", TWO_CUTS)], actor_options=LORA)
 
 
 @pytest.mark.parametrize(("ranks", "mesh"), [(2, (1, 1, 2, 1)), (4, (1, 1, 2, 2))], ids=["stages2", "stages2xexpert2"])
 def test_experts_train_alike_in_stages(ranks: int, mesh: Any) -> None:
-    compare(ranks, mesh, [("qwen3_moe", "ppo", TWO_CUTS)])
+    assert_trains_alike(ranks, mesh, [("qwen3_moe", "ppo", TWO_CUTS)])
 
 
 def test_activations_in_host_memory_change_nothing_in_stages() -> None:
@@ -105,12 +105,12 @@ def test_compiled_layers_change_nothing_in_stages() -> None:
 
 def test_a_vocabulary_that_ranks_do_not_divide_changes_nothing_in_stages() -> None:
     """Tied ends on the first and the last stage have equal parts of it."""
-    compare(4, (1, 2, 2, 1), [("qwen2/131", "ppo", TWO_CUTS), ("qwen3/131", "grpo", TWO_CUTS)])
+    assert_trains_alike(4, (1, 2, 2, 1), [("qwen2/131", "ppo", TWO_CUTS), ("qwen3/131", "grpo", TWO_CUTS)])
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3", "gpt2"])
 def test_every_family_trains_alike_in_stages(family: str) -> None:
-    compare(2, (1, 1, 2, 1), [(family, "grpo", TWO_CUTS)])
+    assert_trains_alike(2, (1, 1, 2, 1), [(family, "grpo", TWO_CUTS)])
 
 
 def isolated_updates(mesh: Any) -> tuple[Any, list[tuple[str, tuple[int, ...]]]]:

@@ -144,7 +144,7 @@ class Exact:
         (gradient,) = torch.autograd.grad((figures * mix).sum(), exact)
         return cls(logits, targets, mix, figures.detach(), gradient)
 
-    def check(self, figures: Tensor, gradient: Tensor) -> None:
+    def assert_close(self, figures: Tensor, gradient: Tensor) -> None:
         """Hold results against it."""
         torch.testing.assert_close(figures.double(), self.figures, atol=1e-5, rtol=1e-5)
         # In fp32 exponents of up to 50 are rounded by 2^-24 of themselves, 3e-6.
@@ -160,7 +160,7 @@ def test_compiled_logprobs_and_their_gradients(dtype: torch.dtype, rows: int) ->
     exact = Exact.of(rows, dtype)
     logits = exact.logits.requires_grad_()
     figures = torch.stack(TokenFigures.apply(logits, exact.targets, 1 / 0.7))
-    exact.check(figures, *torch.autograd.grad((figures * exact.mix).sum(), logits))
+    exact.assert_close(figures, *torch.autograd.grad((figures * exact.mix).sum(), logits))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -183,4 +183,4 @@ def test_compiled_parts_of_the_vocabulary(dtype: torch.dtype) -> None:
         kernels[_gradient](logits, places, scale, here, largest, log_sum, entropy, *exact.mix)
         for logits, places, here in parts
     ]
-    exact.check(torch.stack([logprobs, entropy]), torch.cat(gradients, -1))
+    exact.assert_close(torch.stack([logprobs, entropy]), torch.cat(gradients, -1))
