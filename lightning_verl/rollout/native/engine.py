@@ -206,9 +206,9 @@ class NativeEngine:
     def release(self) -> None:
         """Give the cache's memory back, unless ``keep_kvcache`` was asked for.
 
-        Graphs stay, and what a step of theirs takes in memory, most of it the logits of one token of each sample. They
-        go too where each rollout has its weights elsewhere in memory, so that they could not be replayed, and over
-        tensor ranks: NCCL ends no communicator that is part of a graph.
+        Graphs stay once a second rollout has found the weights where they were, and what a step of theirs takes in
+        memory, most of it the logits of one token of each sample. They go too where weights move between rollouts, so
+        that they could not be replayed, and over tensor ranks: NCCL ends no communicator that is part of a graph.
         """
         if not self.options.keep_kvcache:
             self._drop_cache()
