@@ -1,23 +1,22 @@
 """Measures rollouts: the native engine, ``generate`` of transformers, and vLLM, on the same shapes in one run.
 
     python benchmarks/rollout.py --output docs/benchmarks/rollout.json
-    python benchmarks/rollout.py --only-offload
+    python benchmarks/rollout.py --only drawn offload
     python benchmarks/rollout.py --table-only
 
-The first line measures on one GPU and writes the JSON file. The second one measures ``offload_kvcache`` again and keeps
-the rest of the file. The last one measures nothing and writes the page docs/benchmarks/rollout.md from
-docs/benchmarks/rollout.json. Models have the shapes of Qwen2.5 and random weights, so
+The first line measures on one GPU and writes the JSON file. The second one measures parts again and keeps the rest of
+the file; a case is measured whole, on all engines. The last one measures nothing and writes the page
+docs/benchmarks/rollout.md from docs/benchmarks/rollout.json. Models have the shapes of Qwen2.5 and random weights, so
 that no length depends on what they say. Every engine gets prompts of its own in each run, tokens are counted, and a run
-ends when they are on the host. vLLM runs in a process of its own: on the last GPU where there are several, else before
-the others; where it is not installed its column stays empty. On a CPU everything but vLLM runs too, on a tiny model
-(``--cases tiny --main-shape tiny``).
+ends when they are on the host. vLLM runs first, in a process of its own; where it is not installed its column stays
+empty. On a CPU everything but vLLM runs too, on a tiny model (``--only tiny log-probs offload --main-shape tiny``).
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -65,6 +64,18 @@ def build(shape: str, device: torch.device, dtype: torch.dtype) -> Any:
         return AutoModelForCausalLM.from_config(model_config(shape), dtype=dtype).eval()
 
 
+@contextmanager
+def model_of(shape: str, device: torch.device, dtype: torch.dtype) -> Iterator[Any]:
+    """A model whose memory is free again at the end."""
+    model = build(shape, device, dtype)
+    try:
+        yield model
+    finally:
+        del model
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
 class Prompts:
     """New random prompts for every run."""
 
@@ -84,12 +95,17 @@ def synchronize() -> None:
 
 
 def timed(function: Callable[[], object]) -> float:
-    """Seconds of one call."""
-    synchronize()
-    started = time.perf_counter()
-    function()
-    synchronize()
-    return time.perf_counter() - started
+    """Seconds of one call. The garbage collector leaves alone what is there already, as in training."""
+    gc.collect()
+    gc.freeze()  # else a compiler's objects, walked through time and again, slow down what runs after it
+    try:
+        synchronize()
+        started = time.perf_counter()
+        function()
+        synchronize()
+        return time.perf_counter() - started
+    finally:
+        gc.unfreeze()
 
 
 def allocated() -> int:
@@ -139,31 +155,23 @@ def run_transformers(model: Any, work: Work) -> Speed:
 # ---- vLLM, in a process of its own -----------------------------------------------------------------------------------
 
 
-class VLLMProcess:
-    """vLLM on works of one shape: beside the other engines where there is a second GPU, else before them.
+def run_vllm(works: Sequence[Work], repeats: int, output: Path) -> dict[str, dict[str, Speed]]:
+    """vLLM on works of one shape, before anything else is on the GPU.
 
     Args:
         works: What is generated.
         repeats: Runs of each.
-        output: A file for what it measured so far.
+        output: A file for what it measured.
+
+    Returns:
+        By the name of the work and the kind of run; empty where vLLM is not installed.
     """
-
-    def __init__(self, works: Sequence[Work], repeats: int, output: Path) -> None:
-        self._output = output
-        command = [sys.executable, str(Path(__file__).with_name("rollout_vllm.py")), "--repeats", str(repeats)]
-        command += ["--works", json.dumps([asdict(work) for work in works]), "--output", str(self._output)]
-        gpus = torch.cuda.device_count()
-        device = {"CUDA_VISIBLE_DEVICES": str(gpus - 1)} if gpus > 1 else {}
-        self._process = subprocess.Popen(command, env={**os.environ, **device})
-        if gpus == 1:
-            self._process.wait()
-
-    def speeds(self) -> dict[str, dict[str, Speed]]:
-        """By the name of the work and the kind of run; empty where vLLM is not installed."""
-        self._process.wait()
-        found = json.loads(self._output.read_text()) if self._output.exists() else {}
-        self._output.unlink(missing_ok=True)
-        return {work: {kind: Speed(**entry) for kind, entry in kinds.items()} for work, kinds in found.items()}
+    command = [sys.executable, str(Path(__file__).with_name("rollout_vllm.py")), "--repeats", str(repeats)]
+    command += ["--works", json.dumps([asdict(work) for work in works]), "--output", str(output)]
+    subprocess.run(command, check=False)
+    found = json.loads(output.read_text()) if output.exists() else {}
+    output.unlink(missing_ok=True)
+    return {work: {kind: Speed(**entry) for kind, entry in kinds.items()} for work, kinds in found.items()}
 
 
 # ---- what else is measured -------------------------------------------------------------------------------------------
@@ -223,6 +231,15 @@ def divergence(model: Any, work: Work) -> Divergence:
     return Divergence(len(rows), int(rows.sum()), float(places.mean()) if len(places) else None)
 
 
+def measure_logprobs(work: Work, device: torch.device, dtype: torch.dtype) -> tuple[list[Gap], Divergence]:
+    """Gaps in the dtype of rollouts and, on a GPU, in fp32; and how samples depend on their batch."""
+    with model_of(work.shape, device, dtype) as model:
+        gaps, differing = [gap_to_training(model, work)], divergence(model, work)
+        if device.type == "cuda":
+            gaps.append(gap_to_training(model.float(), work, NativeOptions(compile_layers=False)))
+    return gaps, differing
+
+
 def measure_offload(device: torch.device, dtype: torch.dtype) -> Offload:
     """The cache that the work needs, against a share of it with host memory for those that step back."""
     work = OFFLOADS[device.type]
@@ -263,89 +280,81 @@ VARIANTS = {
 }
 
 
-@contextmanager
-def model_of(shape: str, device: torch.device, dtype: torch.dtype) -> Iterator[Any]:
-    """A model whose memory is free again at the end."""
-    model = build(shape, device, dtype)
-    try:
-        yield model
-    finally:
-        del model
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
 def measure_case(work: Work, options: argparse.Namespace, device: torch.device, rate: float | None) -> Case:
     """One piece of work on every engine but vLLM."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with model_of(work.shape, device, dtype) as model:
         variants = VARIANTS if work.shape == options.main_shape and not work.drawn else {"default": NativeOptions()}
+        other = None if options.no_transformers else run_transformers(model, work)
         native = {
             name: run_native(model, work, variant, options.repeats if variant.cuda_graphs else 1)
             for name, variant in variants.items()
         }
-        other = None if options.no_transformers else run_transformers(model, work)
         floor = floor_seconds(model, work, rate)
     print(json.dumps({"work": work.name, "native": {k: v.tokens_per_second for k, v in native.items()}}), flush=True)
     return Case(work, native, other, {}, floor)
 
 
-CASES: dict[str, list[Work]] = {
-    "tiny": [Work("tiny", 4, 4, 12, 16), Work("tiny", 4, 4, 12, 32, drawn=True)],
-    "0.5B": [Work("0.5B")],
-    "1.5B": [Work("1.5B")],
-    "drawn": [Work("1.5B", new_tokens=1024, drawn=True)],
-    "7B": [Work("7B")],
+CASES: dict[str, Work] = {
+    "tiny": Work("tiny", 4, 4, 12, 16),
+    "tiny drawn": Work("tiny", 4, 4, 12, 32, drawn=True),
+    "0.5B": Work("0.5B"),
+    "1.5B": Work("1.5B"),
+    "drawn": Work("1.5B", new_tokens=1024, drawn=True),
+    "7B": Work("7B"),
 }
 OFFLOAD_SHARE = 0.4
 """Of the cache that all rows need; prompts alone take three quarters of that."""
 OFFLOADS = {"cuda": Work("7B", 32, 1, 6144, 2048), "cpu": Work("tiny", 8, 1, 24, 40)}
 
 
+PARTS = ("log-probs", "offload")
+"""What is measured beside the cases: log-probs and samples of the main shape, and ``offload_kvcache``."""
+
+
 def measure(options: argparse.Namespace) -> Result:
-    """Everything that was asked for."""
+    """Everything that was asked for; the rest is what the file held. What stands is saved after each part."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    if options.only_offload:
-        return replace(load(options.output), offload=measure_offload(device, dtype))
-    works = [work for name in options.cases for work in CASES[name]]
+    name, rate = torch.cuda.get_device_name() if device.type == "cuda" else "CPU", bandwidth(device)
+    result = load(options.output) if options.output.exists() else Result(name, rate, [])
+    result = replace(result, device=name, bandwidth=rate, versions={**result.versions, "torch": torch.__version__})
+    works = [CASES[part] for part in options.only if part in CASES]
     shared = [work for work in works if work.shape == options.main_shape]
-    vllm = None
-    if device.type == "cuda" and not options.no_vllm:
-        vllm = VLLMProcess(shared, options.repeats, options.output.with_suffix(".vllm.json"))
-    rate, cases = bandwidth(device), []
-    for work in works:
-        cases.append(measure_case(work, options, device, rate))
-        save(options.output, Result(str(device), rate, cases))  # what stands, should the run end early
-    gaps, differing = [], None
-    with model_of(options.main_shape, device, dtype) as model:
-        gaps.append(gap_to_training(model, shared[0]))
-        differing = divergence(model, shared[0])
-        if device.type == "cuda":
-            gaps.append(gap_to_training(model.float(), shared[0], NativeOptions(compile_layers=False)))
-    offload = measure_offload(device, dtype) if options.offload else None
-    speeds = vllm.speeds() if vllm else {}
-    cases = [replace(case, vllm=speeds.get(case.work.name, {})) for case in cases]
-    versions = {"torch": torch.__version__}
+    speeds: dict[str, dict[str, Speed]] = {}
+    if device.type == "cuda" and shared and not options.no_vllm:
+        speeds = run_vllm(shared, options.repeats, options.output.with_suffix(".vllm.json"))
     if speeds:
-        versions["vLLM"] = str(import_module("vllm").__version__)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    return Result(name, rate, cases, gaps, differing, offload, versions)
+        result.versions["vLLM"] = str(import_module("vllm").__version__)
+    for work in works:
+        case = replace(measure_case(work, options, device, rate), vllm=speeds.get(work.name, {}))
+        result = result.with_case(case)
+        save(options.output, result)
+    if "log-probs" in options.only:
+        gaps, differing = measure_logprobs(CASES[options.main_shape], device, dtype)
+        result = replace(result, gaps=gaps, divergence=differing)
+        save(options.output, result)
+    if "offload" in options.only:
+        result = replace(result, offload=measure_offload(device, dtype))
+        save(options.output, result)
+    return result
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=RESULTS, help="the JSON file")
     parser.add_argument("--table-only", action="store_true", help="measure nothing, only write the page again")
-    parser.add_argument("--cases", nargs="*", choices=CASES, default=["0.5B", "1.5B", "drawn", "7B"])
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        choices=[*CASES, *PARTS],
+        default=["0.5B", "1.5B", "drawn", "7B", *PARTS],
+        help="what is measured; the rest of the file stays",
+    )
     parser.add_argument("--main-shape", choices=SHAPES, default="1.5B", help="what all variants and vLLM run on")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each engine, after one that does not count")
     parser.add_argument("--no-vllm", action="store_true", help="leave vLLM out")
     parser.add_argument("--no-transformers", action="store_true", help="leave generate out")
-    parser.add_argument(
-        "--offload", action=argparse.BooleanOptionalAction, default=True, help="measure offload_kvcache"
-    )
-    parser.add_argument("--only-offload", action="store_true", help="measure that alone and keep the rest of the file")
     return parser
 
 
@@ -355,9 +364,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.table_only:
         PAGE.write_text(page(load(RESULTS)))
         return
-    result = measure(options)
-    save(options.output, result)
-    print(page(result))
+    print(page(measure(options)))
 
 
 if __name__ == "__main__":

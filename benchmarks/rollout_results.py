@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -123,6 +123,18 @@ class Result:
     divergence: Divergence | None = None
     offload: Offload | None = None
     versions: dict[str, str] = field(default_factory=dict)
+    note: str = ""
+    """What a reader has to know beside the figures."""
+
+    def with_case(self, case: Case) -> Result:
+        """With a case in place of the one of the same work, or behind the others."""
+        names = [other.work.name for other in self.cases]
+        if case.work.name not in names:
+            return replace(self, cases=[*self.cases, case])
+        return replace(
+            self,
+            cases=[case if name == case.work.name else other for name, other in zip(names, self.cases, strict=True)],
+        )
 
 
 def save(path: Path, result: Result) -> None:
@@ -166,8 +178,9 @@ def page(result: Result) -> str:
         "Written by `python benchmarks/rollout.py --table-only`; do not edit.",
         "",
         f"{result.device}, {versions}; shapes of Qwen2.5 with random weights. Measured with `{COMMAND}`. Medians of "
-        "several runs, `generate` once; every engine in the same run. The native engine always returns log-probs. "
-        "`generate` launches every kernel from Python, so that its speed is the host's and varies between machines.",
+        "several runs, `generate` once; all engines of a row in the same run. The native engine always returns "
+        "log-probs. `generate` launches every kernel from Python, and vLLM schedules every step there, so that their "
+        "speed is the host's too and varies between machines.",
         "",
         "| work (prompts x samples, prompt + response tokens) | native | `generate` of transformers | vLLM with "
         "log-probs | vLLM without | share of the bandwidth floor |",
@@ -179,7 +192,11 @@ def page(result: Result) -> str:
         floor = f"{case.floor_seconds / own.seconds:.0%}" if case.floor_seconds else ""
         columns = " | ".join(_times(own, other) for other in others)
         lines.append(f"| {case.work.name} | {own.tokens_per_second:,.0f} tokens/s | {columns} | {floor} |")
-    lines += ["", "Multiples: how many times the other's tokens a second the native engine makes.", ""]
+    lines += [
+        "",
+        f"Multiples: how many times the other's tokens a second the native engine makes. {result.note}".rstrip(),
+        "",
+    ]
     return "\n".join([*lines, *_drawn_lines(result), *_start_lines(result), *_other_lines(result)])
 
 
@@ -201,9 +218,7 @@ def _drawn_lines(result: Result) -> list[str]:
             f"With drawn lengths the batch of {case.work.shape} empties: {sum(lengths):,} tokens in the "
             f"{max(lengths):,} steps of the longest response are {sum(lengths) / max(lengths):.0f} rows a step on "
             f"average, of {len(lengths)} at the start, which equal lengths keep to the end. With equal and with drawn "
-            f"lengths a step (seconds by tokens of the longest response, prompts included) takes {', '.join(steps)}. "
-            "The fewer rows there are, the less vLLM takes for a step; the native engine's hardly depends on them "
-            "here, so that its multiples are smaller.",
+            f"lengths a step (seconds by tokens of the longest response, prompts included) takes {', '.join(steps)}.",
             "",
         ]
     return lines

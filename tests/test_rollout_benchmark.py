@@ -18,7 +18,8 @@ def test_everything_is_measured_and_kept(
     benchmark: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "rollout.json"
-    benchmark.main(["--cases", "tiny", "--main-shape", "tiny", "--repeats", "1", "--output", str(path)])
+    parts = ["tiny", "tiny drawn", "log-probs", "offload"]
+    benchmark.main(["--only", *parts, "--main-shape", "tiny", "--repeats", "1", "--output", str(path)])
     result = benchmark.load(path)
     fixed, drawn = result.cases
     assert list(fixed.native) == ["default", "layers not compiled", "no graphs", "fp8 cache"]
@@ -38,9 +39,12 @@ def test_everything_is_measured_and_kept(
     assert result.offload.swapped_bytes > 0
     assert result.offload.same_tokens == 1
     assert benchmark.page(result) in capsys.readouterr().out
-    benchmark.main(["--only-offload", "--output", str(path)])
+    benchmark.main(["--only", "tiny drawn", "offload", "--repeats", "1", "--output", str(path)])
     again = benchmark.load(path)
-    assert again.cases == result.cases
+    assert again.cases[0] == result.cases[0]
+    assert again.cases[1].work == result.cases[1].work
+    assert again.cases[1] != result.cases[1], "other seconds"
+    assert again.gaps == result.gaps
     assert again.offload.swapped_bytes == result.offload.swapped_bytes
 
 
