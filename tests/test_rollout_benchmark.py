@@ -60,10 +60,20 @@ def test_the_page_shows_multiples_and_shares(benchmark: ModuleType) -> None:
     # 60,000 / 30,000, and 0.3 s of 1 s
     assert "| 1.5B, 32 x 8, 128 + 256 tokens | 60,000 tokens/s |  | 30,000 (2.00x) |  | 30% |\n" in text
     assert "| vLLM with log-probs: 1.5B, 32 x 8, 128 + 256 tokens | 30,000 | 60.00 s | 0.10 s | 1.00 GB |" in text
-    assert "bfloat16: largest difference 0.12, mean 0.023." in text
+    assert "bfloat16, 8 responses: largest difference 0.12, mean 0.023." in text
     # 1 - 30 / 40 and 1 - 900 / 1000
     assert "(25% less) at 10% fewer tokens a second; 5 samples stepped back" in text
     assert "99.9% of the tokens are the same. With the smaller cache fewer rows run together" in text
+
+
+@pytest.mark.parametrize(("without", "verdict"), [(40_500.0, "counts"), (40_400.0, "does **not** count")])
+def test_a_run_counts_where_vllm_is_as_fast_as_known(benchmark: ModuleType, without: float, verdict: str) -> None:
+    results = benchmark.import_module("rollout_results")
+    speeds = {"with log-probs": results.Speed(2.0, 29_000.0), "without": results.Speed(2.0, without)}
+    case = results.Case(results.Work("1.5B"), {"default": results.Speed(1.0, 60_000.0)}, None, speeds, None)
+    text = benchmark.page(results.Result("Some GPU", 4e12, [case]))
+    # 40,500 / 45,000 = 0.9; 40,400 / 45,000 = 0.898
+    assert f"it made 100% of 29,000 with log-probs and 90% of 45,000 without here, so the run {verdict} (at" in text
 
 
 def test_the_page_says_why_figures_are_not_what_one_expects(benchmark: ModuleType) -> None:

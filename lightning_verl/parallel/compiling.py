@@ -79,7 +79,7 @@ def compiling_problem(module: nn.Module, is_cut: bool) -> str | None:
     if expert_modules(module):
         return "experts take as many tokens as the router sends them, which a compiled layer would have to wait for"
     if is_cut:
-        return "their matrices are cut over a tensor axis, and torch cannot compile DTensors of changing size"
+        return "their matrices are cut over a tensor axis, for which layers are not compiled yet"
     return None
 
 

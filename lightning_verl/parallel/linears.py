@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch.distributed as dist
@@ -68,10 +70,10 @@ def cut_linears(module: nn.Module, style: str, mesh: DeviceMesh) -> None:
             along = Shard(0) if style == "colwise" else Shard(1) if name == "weight" else Replicate()
             part = nn.Parameter(distribute_tensor(parameter, mesh, [along]), requires_grad=parameter.requires_grad)
             linear.register_parameter(name, part)
-        linear.forward = _ByColumns(linear) if style == "colwise" else _ByRows(linear, group)
+        compute_by(_by_columns if style == "colwise" else _by_rows, linear, group)
     if isinstance(module, LoraLayer) and style == "colwise":
         for half in module.lora_A.values():
-            half.forward = _BeforeColumns(half, group)
+            compute_by(_before_columns, half, group)
 
 
 def sum_input_gradient(module: nn.Module, group: dist.ProcessGroup) -> None:
@@ -93,40 +95,38 @@ def sum_input_gradient(module: nn.Module, group: dist.ProcessGroup) -> None:
     module.forward = summing
 
 
-class _ByColumns:
+def compute_by(function: Callable[[Any, Tensor], Tensor], linear: Any, group: dist.ProcessGroup) -> None:
+    """Replace what a linear layer computes, in place; the group is its ``tensor_group``.
+
+    Args:
+        function: Takes the layer and its input. All layers share it, so that the compiler takes them for one: it would
+            compile each anew whose ``forward`` is an object of its own.
+        linear: The layer.
+        group: The tensor axis.
+    """
+    linear.tensor_group = group
+    linear.forward = MethodType(function, linear)
+
+
+def _by_columns(linear: Any, inputs: Tensor) -> Tensor:
     """The outputs that this rank's rows of the weight give."""
-
-    def __init__(self, linear: Any) -> None:
-        self.linear = linear
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        bias = self.linear.bias
-        return functional.linear(inputs, self.linear.weight.to_local(), None if bias is None else bias.to_local())
+    bias = linear.bias
+    return functional.linear(inputs, linear.weight.to_local(), None if bias is None else bias.to_local())
 
 
-class _ByRows:
+def _by_rows(linear: Any, inputs: Tensor) -> Tensor:
     """All outputs, of inputs of which this rank has a part; the bias, whole, is added once."""
-
-    def __init__(self, linear: Any, group: dist.ProcessGroup) -> None:
-        self.linear, self.group = linear, group
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        part = functional.linear(inputs, self.linear.weight.to_local())
-        output: Tensor = SumOutput.apply(part, self.group)  # type: ignore[no-untyped-call]
-        bias = self.linear.bias
-        return output if bias is None else output + bias.to_local()
+    part = functional.linear(inputs, linear.weight.to_local())
+    output: Tensor = SumOutput.apply(part, linear.tensor_group)  # type: ignore[no-untyped-call]
+    bias = linear.bias
+    return output if bias is None else output + bias.to_local()
 
 
-class _BeforeColumns:
+def _before_columns(linear: Any, inputs: Tensor) -> Tensor:
     """The whole half of an adapter before the one cut by columns, which gives it this rank's part of the gradient.
 
     The gradient of its weight is summed here: that is smaller than what it computes, and equal on all ranks even if
     each drops out other inputs.
     """
-
-    def __init__(self, linear: Any, group: dist.ProcessGroup) -> None:
-        self.linear, self.group = linear, group
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        weight = SumGradient.apply(self.linear.weight, self.group)  # type: ignore[no-untyped-call]
-        return functional.linear(inputs, weight)
+    weight = SumGradient.apply(linear.weight, linear.tensor_group)  # type: ignore[no-untyped-call]
+    return functional.linear(inputs, weight)

@@ -17,6 +17,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from lightning_verl.models.compat import all_gather_flat
+from lightning_verl.parallel.linears import compute_by
 from lightning_verl.parallel.tensor import planned_styles
 from lightning_verl.parallel.vocabulary import vocabulary_ends
 
@@ -60,23 +61,17 @@ def cut_forwards(model: PreTrainedModel, group: dist.ProcessGroup, order: tuple[
     """
     for module, style in planned_styles(model):
         if style == "rowwise":
-            module.forward = _RowWise(module, group)
+            compute_by(_by_rows, module, group)
     for end in vocabulary_ends(model):
         of_tokens = isinstance(end, nn.Embedding)
         end.forward = _Embedding(end, group, order) if of_tokens else _Head(end, group, order, end.out_features)
 
 
-class _RowWise:
+def _by_rows(linear: Any, inputs: Tensor) -> Tensor:
     """A linear layer whose inputs are cut: partial outputs are summed, the bias is added once."""
-
-    def __init__(self, linear: Any, group: dist.ProcessGroup) -> None:
-        self.linear, self.group = linear, group
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        output: Tensor = functional.linear(inputs, self.linear.weight)
-        dist.all_reduce(output, group=self.group)
-        bias = self.linear.bias
-        return output if bias is None else output + bias
+    output: Tensor = functional.linear(inputs, linear.weight)
+    dist.all_reduce(output, group=linear.tensor_group)
+    return output if linear.bias is None else output + linear.bias
 
 
 class _Embedding:
