@@ -36,6 +36,8 @@ class FakeVLLM:
     """Whether a transfer engine may be registered, as from vLLM 0.22 on."""
     tied: bool = True
     """Whether the model's head is tied."""
+    has_record: bool = True
+    """Whether it keeps a version of its weights, as newer ones do."""
     fail_at: str | None = None
     """The call that raises, once."""
     resets: bool = True
@@ -144,6 +146,8 @@ class _LLMEngine:
         self.worker = _Worker(fake, factory.registered[config.backend]() if config else None)
         self.running: dict[str, _Running] = {}
         self.version = "default"
+        if fake.has_record:
+            self.set_weight_version, self.get_weight_version = self._set_version, lambda: self.version
         _disturb_process()
 
     @classmethod
@@ -159,11 +163,8 @@ class _LLMEngine:
         self.fake.note("reset")
         return self.fake.resets and not self.running
 
-    def set_weight_version(self, version: str) -> None:
+    def _set_version(self, version: str) -> None:
         self.version = version
-
-    def get_weight_version(self) -> str:
-        return self.version
 
     def add_request(self, name: str, prompt: dict[str, Any], params: Any, lora_request: Any = None) -> None:
         self.fake.note("add")

@@ -28,6 +28,7 @@ from lightning_verl.rollout.base import FinishReason, Rollouts
 from lightning_verl.rollout.sampling import SamplingParams
 from lightning_verl.rollout.transformers import TransformersEngine
 from lightning_verl.rollout.vllm import VLLMEngine
+from lightning_verl.rollout.vllm.weights import held_versions
 from lightning_verl.testing import char_tokenizer, run_ranks, tiny_model
 from lightning_verl.testing.tiny import Family
 
@@ -97,6 +98,7 @@ def generate_with_every_family() -> dict[str, Any]:
         engine = make_engine(family)
         for version in (0, 1):
             engine.load_weights(make_model(family, seed=version).named_parameters(), version)
+            found[family, "held", version] = held_versions(engine._vllm)
             found[family, "greedy", version] = engine.generate(PROMPTS, GREEDY)
         alone = [engine.generate([prompt], GREEDY, prompt_indices=[row]) for row, prompt in enumerate(PROMPTS)]
         found[family, "alone"] = [responses(rollouts)[0] for rollouts in alone]
@@ -112,7 +114,6 @@ def generate_with_every_family() -> dict[str, Any]:
             found |= interrupts(engine)
         engine.close()
     found["stopped"] = stop_at_strings()
-    found["crowded"] = generate_in_a_small_cache()
     found["threads"] = torch.set_num_threads is setter, torch.get_num_threads()
     found["random"] = states[0] == random.getstate(), torch.equal(states[1], torch.get_rng_state())
     found["environment"] = {
@@ -182,6 +183,7 @@ def test_greedy_equals_transformers_for_each_version(family: str) -> None:
         assert rollouts.finish_reasons == expected.finish_reasons
         torch.testing.assert_close(rollouts.logprobs, expected.logprobs, atol=1e-5, rtol=0)
         assert rollouts.weight_version == version
+        assert found[family, "held", version] == {str(version)}
         assert max(len(set(response)) for response in responses(rollouts)) > 2  # no token is merely repeated
     assert responses(found[family, "greedy", 0])[2] != responses(found[family, "greedy", 1])[2]
     assert found[family, "alone"] == responses(found[family, "greedy", 1])
@@ -274,10 +276,19 @@ def test_a_stop_string_ends_a_response_at_the_completing_token() -> None:
         assert (reasons[row] is FinishReason.LENGTH) is (len(response) == 12)
 
 
-def generate_in_a_small_cache() -> tuple[Rollouts, int]:
+def generate_in_small_caches() -> dict[str, tuple[Rollouts, int]]:
+    return {family: generate_in_a_small_cache(family) for family in FAMILIES}
+
+
+@functools.cache
+def crowded() -> dict[str, tuple[Rollouts, int]]:
+    return run_ranks(generate_in_small_caches, 1, timeout=280)[0]
+
+
+def generate_in_a_small_cache(family: str) -> tuple[Rollouts, int]:
     """Greedy responses from a cache that cannot hold them together, and how many requests vLLM put off."""
-    engine = make_engine("llama", options={"max_num_seqs": 16, "kv_cache_bytes": SMALL_CACHE, **BLOCKS})
-    engine.load_weights(make_model("llama").named_parameters(), 0)
+    engine = make_engine(family, options={"max_num_seqs": 16, "kv_cache_bytes": SMALL_CACHE, **BLOCKS})
+    engine.load_weights(make_model(family).named_parameters(), 0)
     engine.generate([CROWD[0]], GREEDY)  # starts vLLM
     scheduler = engine._vllm.engine_core.engine_core.scheduler
     original, preemptions = scheduler._preempt_request, 0
@@ -293,13 +304,16 @@ def generate_in_a_small_cache() -> tuple[Rollouts, int]:
     return rollouts, preemptions
 
 
-def test_requests_that_vllm_puts_off_end_as_if_they_had_not_been() -> None:
-    rollouts, preemptions = results()["crowded"]
+@pytest.mark.parametrize("family", FAMILIES)
+def test_requests_that_vllm_puts_off_end_as_if_they_had_not_been(family: str) -> None:
+    rollouts, preemptions = crowded()[family]
     assert preemptions >= 1
-    expected = reference(make_model("llama"), CROWD, CROWDED)
+    expected = reference(make_model(family), CROWD, CROWDED)
     assert responses(rollouts) == responses(expected)
     assert max(len(response) for response in responses(rollouts)) == 60
-    torch.testing.assert_close(rollouts.logprobs, expected.logprobs, atol=1e-5, rtol=0)
+    # gemma's logits reach 9, those of the others 3: fp32 rounds them to steps of 1e-6, and so what they are summed from
+    allowed = 2e-5 if family == "gemma" else 1e-5
+    torch.testing.assert_close(rollouts.logprobs, expected.logprobs, atol=allowed, rtol=0)
 
 
 # ---- under the strategy ----------------------------------------------------------------------------------------------

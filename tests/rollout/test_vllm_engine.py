@@ -13,7 +13,7 @@ from lightning_verl.rollout.base import FinishReason
 from lightning_verl.rollout.sampling import SamplingParams, sample_seeds
 from lightning_verl.rollout.vllm import VLLMEngine
 from lightning_verl.rollout.vllm.sampling import check_sampling, request_options, request_seed
-from lightning_verl.rollout.vllm.weights import buckets, check_complete
+from lightning_verl.rollout.vllm.weights import buckets, check_complete, held_versions
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -122,6 +122,18 @@ def test_weights_must_be_there_and_whole(fake: FakeVLLM) -> None:
     fake.resets = False
     with pytest.raises(RuntimeError, match="did not empty its prefix cache"):
         engine.load_weights(weights(), version=3)
+
+
+@pytest.mark.parametrize("has_record", [True, False])
+def test_another_model_than_the_one_that_got_the_weights_is_refused(
+    monkeypatch: pytest.MonkeyPatch, has_record: bool
+) -> None:
+    fake = install(monkeypatch, has_record=has_record)
+    engine = loaded_engine()
+    assert held_versions(engine._vllm) == {"0"}
+    engine._vllm.worker.model = type(engine._vllm.worker.model)(fake)
+    with pytest.raises(RuntimeError, match="vLLM holds version 'none' of the weights, but version 0 was loaded last"):
+        engine.generate([[5]], ONE)
 
 
 def test_a_version_that_vllm_does_not_confirm_is_refused(fake: FakeVLLM) -> None:

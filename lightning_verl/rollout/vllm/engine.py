@@ -33,7 +33,13 @@ from lightning_verl.rollout.vllm.process import (
     torch_random_kept,
 )
 from lightning_verl.rollout.vllm.sampling import check_sampling, request_options, request_seed
-from lightning_verl.rollout.vllm.weights import push_weights, reset_prefix_cache, transfer_config
+from lightning_verl.rollout.vllm.weights import (
+    held_versions,
+    mark_version,
+    push_weights,
+    reset_prefix_cache,
+    transfer_config,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -139,8 +145,7 @@ class VLLMEngine:
             self._adapters += 1
             folder = Path(self._folder_name()) / "adapter"
             self._adapter = push_adapter(self._vllm, adapter, self._adapters, folder)
-        if hasattr(self._vllm, "set_weight_version"):
-            self._vllm.set_weight_version(str(version))
+        mark_version(self._vllm, version)
         self.weight_version, self._has_weights = version, True
 
     def forget_weights(self) -> None:
@@ -279,13 +284,12 @@ class VLLMEngine:
                 "VLLMEngine.generate: vLLM has no weights: none were loaded, or it sleeps without them, or the last "
                 "load_weights failed. Generate inside `with strategy.rollout(actor) as engine`, or call load_weights."
             )
-        if hasattr(self._vllm, "get_weight_version"):
-            version = self._vllm.get_weight_version()
-            if version != str(self.weight_version):
-                raise RuntimeError(
-                    f"VLLMEngine.generate: vLLM holds version {version!r} of the weights, but version "
-                    f"{self.weight_version} was loaded last; nothing else may update vLLM's weights."
-                )
+        others = held_versions(self._vllm) - {str(self.weight_version)}
+        if others:
+            raise RuntimeError(
+                f"VLLMEngine.generate: vLLM holds version {min(others)!r} of the weights, but version "
+                f"{self.weight_version} was loaded last; nothing else may update vLLM's weights."
+            )
 
     def _run(self, responses: Sequence[_Response], sampling: SamplingParams, rule: StopRule) -> None:
         """Let vLLM produce the responses; if it cannot, it is left without requests."""

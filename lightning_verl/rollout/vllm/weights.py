@@ -47,6 +47,7 @@ def push_weights(engine: Any, pairs: Pairs, with_transfer: bool, bucket_bytes: i
     Raises:
         RuntimeError: A parameter of vLLM's model got no weight, or the prefix cache could not be emptied.
     """
+    engine.collective_rpc(_mark, args=("none",))  # until all are in
     engine.collective_rpc(_forget_packed_experts)
     if with_transfer:
         _update(engine, pairs, bucket_bytes)
@@ -54,6 +55,21 @@ def push_weights(engine: Any, pairs: Pairs, with_transfer: bool, bucket_bytes: i
         engine.collective_rpc(_reload, args=(iter(pairs),))
     engine.collective_rpc(_prepare_tied_head)
     reset_prefix_cache(engine)
+
+
+def mark_version(engine: Any, version: int) -> None:
+    """Note on vLLM's model, on every rank, which version its weights are, and in vLLM's own record where it has one."""
+    engine.collective_rpc(_mark, args=(str(version),))
+    if hasattr(engine, "set_weight_version"):
+        engine.set_weight_version(str(version))
+
+
+def held_versions(engine: Any) -> set[str]:
+    """The versions that are noted for vLLM's weights: one, unless others put weights in; ``"none"`` without a note."""
+    found = set(engine.collective_rpc(_marked))
+    if hasattr(engine, "get_weight_version"):
+        found.add(engine.get_weight_version())
+    return found
 
 
 def reset_prefix_cache(engine: Any) -> None:
@@ -94,6 +110,16 @@ def _update(engine: Any, pairs: Pairs, bucket_bytes: int) -> None:
             engine.collective_rpc("finish_weight_update")
         raise
     engine.collective_rpc("finish_weight_update")
+
+
+def _mark(worker: Any, version: str) -> None:
+    """Runs on the worker."""
+    worker.model_runner.get_model().lightning_verl_version = version
+
+
+def _marked(worker: Any) -> str:
+    """Runs on the worker."""
+    return getattr(worker.model_runner.get_model(), "lightning_verl_version", "none")
 
 
 def _reload(worker: Any, pairs: Pairs) -> None:
