@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,9 +18,29 @@ from lightning_verl.rollout.base import FinishReason, Rollouts
 from lightning_verl.rollout.sampling import SamplingParams
 
 
-def token_lists(prompts: PromptBatch | Sequence[Sequence[int]]) -> list[list[int]]:
-    """The token ids of prompts, without padding."""
-    return prompts.token_lists() if isinstance(prompts, PromptBatch) else [list(row) for row in prompts]
+def token_lists(engine: str, prompts: PromptBatch | Sequence[Sequence[int]]) -> list[list[int]]:
+    """The token ids of prompts, without padding.
+
+    Args:
+        engine: The engine's class, for the message.
+        prompts: A prompt batch, or one list of token ids for each prompt.
+
+    Raises:
+        ValueError: A prompt is no list of integers.
+    """
+    if isinstance(prompts, PromptBatch):
+        return prompts.token_lists()
+    rows: list[list[int]] = []
+    for row in prompts:
+        try:
+            rows.append(_integers(row))
+        except TypeError:
+            raise ValueError(
+                f"{engine}.generate: prompt {len(rows)} is {reprlib.repr(row)}; prompts must be lists of token ids, "
+                "one list for each, such as [[1, 5, 9], [1, 7]]. Put a single prompt into a list of its own, and turn "
+                "text into ids with the tokenizer."
+            ) from None
+    return rows
 
 
 def indices_of(engine: str, prompts: PromptBatch | Sequence[Sequence[int]], given: Sequence[int] | None) -> Tensor:
@@ -30,7 +52,7 @@ def indices_of(engine: str, prompts: PromptBatch | Sequence[Sequence[int]], give
         given: One for each, or None.
 
     Raises:
-        ValueError: As many indices as prompts are wanted.
+        ValueError: As many indices as prompts are wanted, and integers.
     """
     if given is None:
         return prompts.indices if isinstance(prompts, PromptBatch) else torch.arange(len(prompts))
@@ -38,7 +60,18 @@ def indices_of(engine: str, prompts: PromptBatch | Sequence[Sequence[int]], give
         raise ValueError(
             f"{engine}.generate: got {len(given)} prompt_indices for {len(prompts)} prompts; give one for each."
         )
-    return torch.as_tensor(given, dtype=torch.int64)
+    try:
+        return int64(_integers(given))
+    except TypeError:
+        raise ValueError(
+            f"{engine}.generate: prompt_indices are {reprlib.repr(given)}; they must be integers, such as "
+            f"{list(range(len(prompts)))[:3]}: the random numbers of a prompt are made of its index."
+        ) from None
+
+
+def _integers(values: Any) -> list[int]:
+    """Numbers of a list, an array or a tensor; a ``TypeError`` where one is no integer, which ``int`` would cut."""
+    return list(map(operator.index, values.tolist() if isinstance(values, Tensor) else values))
 
 
 def check_lengths(
@@ -73,6 +106,28 @@ def check_lengths(
                 f"{engine}.generate: prompt {row} has {len(tokens)} tokens, with max_new_tokens "
                 f"({sampling.max_new_tokens}) that is {length}, but the model has {limit_name}={limit}; "
                 "shorten the prompt or lower max_new_tokens."
+            )
+
+
+def check_tokens(engine: str, config: Any, prompts: Sequence[Sequence[int]]) -> None:
+    """Check that the model has an embedding for every token: on a GPU a look-up beyond them ends the process.
+
+    Args:
+        engine: The engine's class, for the message.
+        config: The model's.
+        prompts: Token ids, at least one each.
+
+    Raises:
+        ValueError: A token is out of the vocabulary.
+    """
+    vocabulary = int(config.get_text_config().vocab_size)
+    for row, tokens in enumerate(prompts):
+        if min(tokens) < 0 or max(tokens) >= vocabulary:
+            wrong = next(token for token in tokens if not 0 <= token < vocabulary)
+            raise ValueError(
+                f"{engine}.generate: prompt {row} has the token id {wrong}, but the model's vocabulary has "
+                f"{vocabulary} tokens, so ids go from 0 to {vocabulary - 1}. If tokens were added to the tokenizer, "
+                "call model.resize_token_embeddings(len(tokenizer)) before the model is given to its role."
             )
 
 

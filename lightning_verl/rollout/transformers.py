@@ -28,6 +28,7 @@ from lightning_verl.rollout.adjust import LogitAdjuster, seen_tokens
 from lightning_verl.rollout.base import FinishReason, Rollouts
 from lightning_verl.rollout.inputs import (
     check_lengths,
+    check_tokens,
     indices_of,
     refuse_weights,
     rollouts_of,
@@ -101,20 +102,21 @@ class TransformersEngine:
             The responses, on the model's device; at least one column wide.
 
         Raises:
-            ValueError: A prompt is empty or leaves too little room for ``max_new_tokens``, the indices do not match the
-                prompts, there are stop strings but no tokenizer, or ``logit_bias`` does not fit the vocabulary.
+            ValueError: A prompt is empty, has a token out of the vocabulary or leaves too little room for
+                ``max_new_tokens``, the indices do not match the prompts, there are stop strings but no tokenizer, or
+                ``logit_bias`` does not fit the vocabulary.
             RuntimeError: Such an error on another rank of ``step_group``.
         """
         sampling = sampling or SamplingParams()
-        rows, name = token_lists(prompts), type(self).__name__
+        name, config = type(self).__name__, self.model.config
         device = next(self.model.parameters()).device
         rule = StopRule(sampling, self.eos_token_ids, self.tokenizer)
         with starting_together(name, self.step_group, device):
+            rows = token_lists(name, prompts)
             indices = indices_of(name, prompts, prompt_indices).to(device)
-            check_lengths(name, self.model.config, rows, sampling)
-            adjuster = LogitAdjuster(
-                sampling, self.eos_token_ids, self.model.config.get_text_config().vocab_size, device
-            )
+            check_lengths(name, config.get_text_config(), rows, sampling)
+            check_tokens(name, config, rows)
+            adjuster = LogitAdjuster(sampling, self.eos_token_ids, config.get_text_config().vocab_size, device)
 
         stopper = _Stopper(rule, rows=len(rows) * sampling.n, group=self.step_group)
         if not rows and self.step_group is not None:  # a made-up row, which the stopper does not count

@@ -26,6 +26,7 @@ from lightning_verl.rollout.adjust import LogitAdjuster
 from lightning_verl.rollout.base import FinishReason, Rollouts, SampleWatch
 from lightning_verl.rollout.inputs import (
     check_lengths,
+    check_tokens,
     indices_of,
     refuse_weights,
     rollouts_of,
@@ -161,17 +162,20 @@ class NativeEngine:
             The responses, on the model's device; at least one column wide.
 
         Raises:
-            ValueError: A prompt is empty or leaves too little room for ``max_new_tokens``, the indices do not match the
-                prompts, there are stop strings but no tokenizer, or no memory is left for one sample.
+            ValueError: A prompt is empty, has a token out of the vocabulary or leaves too little room for
+                ``max_new_tokens``, the indices do not match the prompts, there are stop strings but no tokenizer, or
+                no memory is left for one sample.
             RuntimeError: Such an error on another rank of ``step_group``.
         """
         sampling = sampling or SamplingParams()
-        rows, name = token_lists(prompts), type(self).__name__
+        name, config = type(self).__name__, self.model.config
         device = next(self.model.parameters()).device
         rule = StopRule(sampling, self.eos_token_ids, self.tokenizer)
         with self._running():
             with starting_together(name, self.step_group, device):
-                check_lengths(name, self.model.config, rows, sampling)
+                rows = token_lists(name, prompts)
+                check_lengths(name, config.get_text_config(), rows, sampling)
+                check_tokens(name, config, rows)
                 indices = indices_of(name, prompts, prompt_indices)
                 groups = _groups(rows, sample_seeds(sampling.seed, step, indices, sampling.n).tolist(), sampling.n)
                 cache = self._cache_for(groups, sampling, device)

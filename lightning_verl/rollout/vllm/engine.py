@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_verl.data.experience import PromptBatch
 from lightning_verl.models.compat import checkpoint_weights
 from lightning_verl.rollout.base import Rollouts
-from lightning_verl.rollout.inputs import check_lengths, indices_of, token_lists
+from lightning_verl.rollout.inputs import check_lengths, check_tokens, indices_of, token_lists
 from lightning_verl.rollout.sampling import SamplingParams, sample_seeds
 from lightning_verl.rollout.stopping import Decoder, StopRule
 from lightning_verl.rollout.vllm.adapter import adapter_arguments, push_adapter, split_adapter
@@ -259,17 +259,19 @@ class VLLMEngine:
             The responses, on the device of the weights; at least one column wide.
 
         Raises:
-            ValueError: A prompt is empty or leaves too little room for ``max_new_tokens``, the indices do not match the
-                prompts, there are stop strings but no tokenizer, or vLLM samples otherwise than asked.
+            ValueError: A prompt is empty, has a token out of the vocabulary or leaves too little room for
+                ``max_new_tokens``, the indices do not match the prompts, there are stop strings but no tokenizer, or
+                vLLM samples otherwise than asked.
             RuntimeError: vLLM has no weights, or others than those of ``weight_version``.
         """
         sampling = sampling or SamplingParams()
-        rows = token_lists(prompts)
+        name = type(self).__name__
+        rows = token_lists(name, prompts)
         rule = StopRule(sampling, self.eos_token_ids, self.tokenizer)
         check_sampling(sampling)
-        indices = indices_of(type(self).__name__, prompts, prompt_indices)
-        limits = SimpleNamespace(max_model_len=self._longest)
-        check_lengths(type(self).__name__, limits, rows, sampling, "max_model_len")
+        indices = indices_of(name, prompts, prompt_indices)
+        check_lengths(name, SimpleNamespace(max_model_len=self._longest), rows, sampling, "max_model_len")
+        check_tokens(name, self.model.config, rows)
         self._check_weights()
         self._wake("kv_cache")
         seeds = sample_seeds(sampling.seed, step, indices, sampling.n).tolist()
