@@ -33,11 +33,15 @@ class NativeOptions:
 
     def __post_init__(self) -> None:
         check_cache("NativeOptions", self.kv_cache_dtype, self.offload_kvcache)
-        if self.kv_cache_bytes is not None and self.kv_cache_bytes <= 0:
+        size: Any = self.kv_cache_bytes
+        if size is not None and not (isinstance(size, int) and not isinstance(size, bool) and size >= 1):
             raise ValueError(
-                f"NativeOptions: kv_cache_bytes is {self.kv_cache_bytes!r}; it must be positive, or None for what is "
-                "free."
+                f"NativeOptions: kv_cache_bytes is {size!r}; it must be an integer of at least 1, such as 2 * 2**30 "
+                "for 2 GiB, or None for what is free."
             )
+        for name in ("keep_kvcache", "cuda_graphs", "compile_layers"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"NativeOptions: {name} is {getattr(self, name)!r}; it must be True or False.")
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> NativeOptions:

@@ -159,14 +159,6 @@ def test_a_cache_that_cannot_hold_one_sample_is_refused() -> None:
     assert engine.generate([[5]], SamplingParams(max_new_tokens=15)).response_ids.shape[0] == 1
 
 
-def test_options_out_of_range_are_refused() -> None:
-    with pytest.raises(ValueError, match="kv_cache_dtype is 'int4'; it must be 'auto', 'bfloat16' or 'fp8'"):
-        NativeOptions(kv_cache_dtype="int4")  # type: ignore[arg-type]
-    for bytes_ in (0, -1):
-        with pytest.raises(ValueError, match=f"kv_cache_bytes is {bytes_}; it must be positive, or None"):
-            NativeOptions(kv_cache_bytes=bytes_)
-
-
 def test_attention_that_the_interface_cannot_tell_is_refused() -> None:
     """Sinks take part in the softmax; values smaller than keys do not fit the cache."""
     small: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
