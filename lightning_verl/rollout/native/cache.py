@@ -112,8 +112,13 @@ def free_bytes(device: torch.device) -> int:
     everywhere, it is a quarter of the machine's memory.
     """
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        reserved = torch.cuda.memory_reserved(device)
-        allowed = int(total * torch.cuda.get_per_process_memory_fraction(device)) - reserved
-        return min(free, allowed) + reserved - torch.cuda.memory_allocated(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return unreserved_bytes(device) + unused
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+
+
+def unreserved_bytes(device: torch.device) -> int:
+    """Memory of a GPU that torch could still reserve."""
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device)) - torch.cuda.memory_reserved(device)
+    return min(free, allowed)

@@ -7,7 +7,7 @@ back and go on later. What a response is depends on its seed alone, not on any o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ from lightning_verl.rollout.inputs import (
 from lightning_verl.rollout.native.attention import paged_attention
 from lightning_verl.rollout.native.blocks import BlockPool
 from lightning_verl.rollout.native.cache import CacheShape, KVCache, free_bytes
+from lightning_verl.rollout.native.memory import headroom
 from lightning_verl.rollout.native.options import NativeOptions
 from lightning_verl.rollout.native.runner import Runner, probe
 from lightning_verl.rollout.native.scheduler import Group, Limits, Request, Scheduler, Step
@@ -301,6 +302,11 @@ class NativeEngine:
     def _vocabulary(self) -> int:
         return int(self.model.config.get_text_config().vocab_size)
 
+    @property
+    def _bursts(self) -> bool:
+        """Whether several tokens are drawn between two looks of the host, from graphs on a GPU."""
+        return self.step_group is None and self._captures
+
     def _cache_for(self, groups: _Groups, sampling: SamplingParams, device: torch.device) -> KVCache:
         """The cache: as large as all samples together need, or as what is free allows."""
         shape, bounds = self._shape, _BOUNDS[device.type]
@@ -312,34 +318,88 @@ class NativeEngine:
             return self._cache
         self._drop_cache()  # its memory counts as free
         block = shape.block_bytes(bounds.block_size, dtype)
-        blocks = min(need, self._room(bounds, device) // block)
+        samples = sum(len(requests) for _, requests in groups)
+        blocks = min(need, self._room(bounds, samples, sampling, device) // block)
         if blocks < need and self._runner is not None:
             self._runner = None  # what its graphs take counts as free, but is not
-            blocks = min(need, self._room(bounds, device) // block)
-        if self.tensor_group is not None:
-            least = torch.tensor([blocks], device=device)
-            dist.all_reduce(least, dist.ReduceOp.MIN, group=self.tensor_group)
-            blocks = int(least)
-        host = need - blocks + 1 if self.options.offload_kvcache and blocks < need else 0
-        self._cache = KVCache(shape, max(blocks, 2), bounds.block_size, dtype, device, host)
+            blocks = min(need, self._room(bounds, samples, sampling, device) // block)
+
+        def allocate(blocks: int) -> KVCache:
+            host = need - blocks + 1 if self.options.offload_kvcache and blocks < need else 0
+            return KVCache(shape, blocks, bounds.block_size, dtype, device, host)
+
+        longest = _longest(groups, sampling)
+        least = -(-longest // bounds.block_size) + 1  # with block 0
+        self._cache, found = self._largest(allocate, blocks if groups else least, least, device)
+        if self._cache is None:
+            raise ValueError(self._too_small(longest, least * block, found * block))
         return self._cache
 
-    def _room(self, bounds: _Bounds, device: torch.device) -> int:
-        """Bytes that the cache may have."""
-        free = free_bytes(device) - self._headroom(bounds) if device.type == "cuda" else free_bytes(device)
-        return max(0, min(free, self.options.kv_cache_bytes or free))
+    def _largest(
+        self, allocate: Callable[[int], KVCache], blocks: int, least: int, device: torch.device
+    ) -> tuple[KVCache | None, int]:
+        """Make a cache, of half as many blocks where there is no memory for it: what is free may lie in pieces.
 
-    def _headroom(self, bounds: _Bounds) -> int:
-        """Bytes that a step needs besides the cache: activations of its tokens, and a few copies of the logits."""
-        config = self.model.config.get_text_config()
-        width = 12 * config.hidden_size + 4 * getattr(config, "intermediate_size", 4 * config.hidden_size)
-        return 4 * bounds.tokens * int(width) + 24 * bounds.rows * self._vocabulary
+        Args:
+            allocate: Makes one of some blocks.
+            blocks: Most of them, on this rank.
+            least: Blocks that one sample needs.
+            device: Where.
+
+        Returns:
+            The cache, None where not even ``least`` blocks can be had, and its blocks, or those that can.
+        """
+        blocks = self._least_of_ranks(blocks, device)
+        while blocks >= least:
+            try:
+                cache = allocate(blocks)
+            except torch.OutOfMemoryError:
+                cache = None
+            if self._least_of_ranks(int(cache is not None), device):
+                return cache, blocks
+            del cache  # another rank had no memory for it
+            self._runner = None  # what its graphs hold may be what was lacking
+            blocks = max(blocks // 2, least) if blocks > least else 0
+        return None, blocks
+
+    def _too_small(self, longest: int, least: int, room: int) -> str:
+        """What to say where a cache has no room for a sample.
+
+        Args:
+            longest: Tokens of the longest.
+            least: Bytes of the cache that it needs.
+            room: Bytes of the cache that there could be.
+        """
+        asked = self.options.kv_cache_bytes
+        limited = asked is not None and asked < least
+        found = f"kv_cache_bytes={asked} allows" if limited else "free memory allows"
+        fix = f"Raise kv_cache_bytes to {least} or more" if limited else "Free memory for the rollout"
+        return (
+            f"NativeEngine.generate: a sample of {longest} tokens takes {least} bytes of the key-value cache, but "
+            f"{found} {room}, in whole blocks. {fix}, or lower max_new_tokens."
+        )
+
+    def _least_of_ranks(self, number: int, device: torch.device) -> int:
+        """The smallest of a number over the tensor ranks, who must have caches of one size."""
+        if self.tensor_group is None:
+            return number
+        least = torch.tensor([number], device=device)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.tensor_group)
+        return int(least)
+
+    def _room(self, bounds: _Bounds, samples: int, sampling: SamplingParams, device: torch.device) -> int:
+        """Bytes that the cache may have."""
+        free = free_bytes(device)
+        if device.type == "cuda":
+            config = self.model.config.get_text_config()
+            free -= headroom(config, bounds.tokens, min(bounds.rows, samples), sampling, self._bursts)
+        return max(0, min(free, self.options.kv_cache_bytes or free))
 
     def _scheduler(self, groups: _Groups, sampling: SamplingParams, rule: StopRule, cache: KVCache) -> Scheduler:
         bounds = _BOUNDS[cache.data.device.type]
-        longest = max((len(group.prompt) + sampling.max_new_tokens for group, _ in groups), default=1)
+        longest = _longest(groups, sampling)
         rows = min(bounds.rows, max(1, sum(len(requests) for _, requests in groups)))
-        burst = 1 if self.step_group is not None or not self._captures else bounds.burst
+        burst = bounds.burst if self._bursts else 1
         limits = Limits(bounds.block_size, rows, bounds.tokens, burst, sampling.max_new_tokens, longest)
         host = BlockPool(cache.host_blocks) if cache.host_blocks else None
         scheduler = Scheduler(limits, BlockPool(cache.blocks), rule, host)
@@ -387,6 +447,11 @@ def _groups(prompts: Sequence[list[int]], seeds: Sequence[int], n: int) -> _Grou
         rows = range(place * n, (place + 1) * n)
         groups.append((group, [Request(row, seeds[row], group) for row in rows]))
     return groups
+
+
+def _longest(groups: _Groups, sampling: SamplingParams) -> int:
+    """Most tokens of a prompt and its response."""
+    return max((len(group.prompt) + sampling.max_new_tokens for group, _ in groups), default=1)
 
 
 def _blocks_needed(groups: _Groups, new_tokens: int, bounds: _Bounds) -> int:

@@ -20,9 +20,10 @@ from transformers import PreTrainedModel
 from lightning_verl.models.heads import hidden_states, output_logits
 from lightning_verl.rollout.adjust import LogitAdjuster
 from lightning_verl.rollout.native.attention import PagedBatch, attending
-from lightning_verl.rollout.native.cache import KVCache
+from lightning_verl.rollout.native.cache import KVCache, unreserved_bytes
 from lightning_verl.rollout.native.compiled import CompiledLayers
 from lightning_verl.rollout.native.draw import draw_tokens, draw_uniforms
+from lightning_verl.rollout.native.memory import graph_bytes
 from lightning_verl.rollout.native.runner import Drawn, Runner
 from lightning_verl.rollout.native.scheduler import Step
 from lightning_verl.rollout.native.state import CachePlaces, DecodeState
@@ -147,6 +148,8 @@ class DecodeGraphs(Runner):
     def _graph(self, size: int) -> Callable[[], None] | None:
         """The step as a graph; None where the model does what no graph can hold, such as look at a tensor's value."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
+        vocabulary = int(self.model.config.get_text_config().vocab_size)
+        _make_room(graph_bytes(self.sampling) * size * vocabulary, self.cache.data.device)
         graph = torch.cuda.CUDAGraph()
         try:
             with _capturing(graph, self._pool):
@@ -182,6 +185,12 @@ class DecodeGraphs(Runner):
             return
         with self._layers.enabled():
             yield
+
+
+def _make_room(needed: int, device: torch.device) -> None:
+    """Have torch give back what it keeps for other streams, if a capture would lack it: a capture itself cannot."""
+    if unreserved_bytes(device) < needed:
+        torch.cuda.empty_cache()
 
 
 @contextmanager

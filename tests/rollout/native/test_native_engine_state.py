@@ -151,14 +151,6 @@ def test_inputs_that_cannot_run_are_refused() -> None:
     assert_same(engine.generate(PROMPTS, SAMPLING), by_transformers(model))
 
 
-def test_a_cache_that_cannot_hold_one_sample_is_refused() -> None:
-    engine = native(tiny_model("llama"), kv_cache_bytes=5000)
-    message = "a sample of 50 tokens takes 4 blocks of 16 tokens, but the cache has 1"
-    with pytest.raises(ValueError, match=message):
-        engine.generate(PROMPTS, SAMPLING)
-    assert engine.generate([[5]], SamplingParams(max_new_tokens=15)).response_ids.shape[0] == 1
-
-
 def test_attention_that_the_interface_cannot_tell_is_refused() -> None:
     """Sinks take part in the softmax; values smaller than keys do not fit the cache."""
     small: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
