@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, get_args
@@ -239,6 +239,26 @@ def test_a_sample_depends_on_nothing_but_its_own(family: Family) -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert responses(native(model).generate(PROMPTS, sampling, step=4)) != whole
     assert responses(native(model).generate(PROMPTS, replace(sampling, seed=1), step=3)) != whole
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Several divide a matrix product by its rows."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt2"])
+def test_log_probs_of_dense_models_do_not_depend_on_the_batch_to_the_last_bit(family: Family) -> None:
+    engine, sampling = native(model_of(family)), SamplingParams(n=2, max_new_tokens=12)
+    whole = engine.generate(PROMPTS, sampling)
+    for row in (0, 2, 4, 6):
+        alone = engine.generate([PROMPTS[row]], sampling, prompt_indices=[row])
+        for sample, length in enumerate(alone.lengths.tolist()):
+            assert torch.equal(alone.logprobs[sample, :length], whole.logprobs[2 * row + sample, :length])
 
 
 @pytest.mark.parametrize(

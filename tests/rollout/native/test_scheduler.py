@@ -204,6 +204,17 @@ def test_a_kept_prompt_is_forgotten_under_pressure() -> None:
     assert (scheduler.pool.free, scheduler.next_step()) == (5, None)
 
 
+def test_samples_join_only_where_those_that_run_can_grow() -> None:
+    scheduler = scheduler_of((6, 3), blocks=5, longest=12)
+    # Row 1 takes the third block. Row 2 would take the fourth, and one would be left for the three to grow into.
+    assert chunks(take(scheduler)) == [(0, 0, 6, [0, 1])]
+    assert scheduler.pool.free == 2
+    for place in range(5):
+        assert chunks(take(scheduler)) == [(0, 6 + place, 1, [0]), (1, 6 + place, 1, [1])]
+    assert chunks(take(scheduler, r2=1)) == [(2, 4, 2, [2])]
+    assert (scheduler.preemptions, scheduler.pool.free, scheduler.next_step()) == (0, 5, None)
+
+
 def test_others_enter_once_an_eighth_of_the_rows_is_free() -> None:
     scheduler = scheduler_of(*[(2, 1)] * 20, rows=16)
     assert [row for row, *_ in chunks(take(scheduler, r3=1))] == list(range(16))
