@@ -9,7 +9,7 @@ from lightning.fabric.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_verl.rollout.base import RolloutEngine
 from lightning_verl.rollout.native.options import NativeOptions
-from lightning_verl.rollout.native.support import TESTED, native_problem
+from lightning_verl.rollout.native.support import untested
 from lightning_verl.strategies.layout import check_names
 
 if TYPE_CHECKING:
@@ -141,10 +141,7 @@ def build_engine(
 
 def _takes_native(model: PreTrainedModel, options: Mapping[str, Any]) -> bool:
     """Whether "auto" takes the native engine; rank 0 says in the log where and why it does not."""
-    problem = native_problem(model)
-    family = model.config.get_text_config().model_type
-    if problem is None and family not in TESTED:
-        problem = f"the native engine is not tested with the family {family!r}"
+    problem = untested(model)
     if problem is not None:
         rank_zero_info(f"{type(model).__name__} is rolled out with engine='transformers': {problem}.")
         if options:

@@ -36,6 +36,10 @@ def native_problem(model: Any) -> str | None:
     return None
 
 
-def is_tested(model: Any) -> bool:
-    """Whether its family is one of those that the native engine is tested with."""
-    return native_problem(model) is None and model.config.get_text_config().model_type in TESTED
+def untested(model: Any) -> str | None:
+    """Why the native engine is not chosen by itself: it cannot run a model, or no test holds its family; else None."""
+    problem = native_problem(model)
+    if problem is not None:
+        return problem
+    family = model.config.get_text_config().model_type
+    return None if family in TESTED else f"the native engine is not tested with the family {family!r}"

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from lightning_verl.rollout.native import NativeEngine
-from lightning_verl.rollout.native.support import TESTED, check_native, is_tested, native_problem
+from lightning_verl.rollout.native.support import TESTED, check_native, native_problem, untested
 from lightning_verl.testing import tiny_config, tiny_model
 from lightning_verl.testing.tiny import Family
 
@@ -29,7 +29,7 @@ from lightning_verl.testing.tiny import Family
 def test_every_tiny_family_is_tested(family: Family) -> None:
     model = tiny_model(family, num_hidden_layers=1) if family not in ("gemma3",) else tiny_model(family)
     assert native_problem(model) is None
-    assert is_tested(model)
+    assert untested(model) is None
     check_native(model)
 
 
@@ -39,7 +39,7 @@ def test_the_list_of_tested_families_is_that_of_the_tiny_models() -> None:
 
 def test_adapters_are_seen_through() -> None:
     model = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    assert is_tested(model)
+    assert untested(model) is None
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     assert "puts tokens of its own in front" in refused(peft.get_peft_model(tiny_model("llama"), config))
 
@@ -48,7 +48,7 @@ def refused(model: Any) -> str:
     """What is said, by the engine as well."""
     problem = native_problem(model)
     assert problem is not None
-    assert not is_tested(model)
+    assert untested(model) == problem
     with pytest.raises(ValueError, match="NativeEngine cannot run") as error:
         NativeEngine(model, pad_token_id=0, eos_token_ids=[1])
     assert type(model).__name__ in str(error.value)
@@ -89,3 +89,11 @@ def test_layers_that_the_cache_does_not_hold() -> None:
 
 def test_attention_that_looks_ahead() -> None:
     assert refused(tiny_model("gemma3", use_bidirectional_attention=True)) == "its attention is not causal"
+
+
+def test_families_that_no_test_holds() -> None:
+    model = tiny_model("llama")
+    model.config.model_type = "other"
+    assert native_problem(model) is None
+    assert untested(model) == "the native engine is not tested with the family 'other'"
+    check_native(model)
