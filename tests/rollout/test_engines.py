@@ -20,6 +20,10 @@ from lightning_verl.testing import char_tokenizer, run_ranks, tiny_model
 from lightning_verl.testing.tiny import Family
 
 BLOOM = "BloomForCausalLM is rolled out with engine='transformers': "
+LONG = (
+    "LlamaForCausalLM is rolled out with engine='transformers': its rotary embedding (dynamic) takes frequencies by "
+    "the longest sample of a batch, so that a sample would depend on the others."
+)
 OLMO = (
     "Olmo2ForCausalLM is rolled out with engine='transformers': "
     "the native engine is not tested with the family 'olmo2'."
@@ -45,6 +49,11 @@ def olmo() -> Any:
             eos_token_id=2,
         )
     )
+
+
+def long_llama() -> Any:
+    """Its frequencies grow with the longest sample."""
+    return tiny_model("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
 
 
 @pytest.fixture
@@ -73,8 +82,12 @@ def test_auto_is_native_under_an_adapter_too(lines: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("make", "said"),
-    [(bloom, BLOOM + "its attention does not go through the attention interface of transformers."), (olmo, OLMO)],
-    ids=["cannot", "not tested"],
+    [
+        (bloom, BLOOM + "its attention does not go through the attention interface of transformers."),
+        (olmo, OLMO),
+        (long_llama, LONG),
+    ],
+    ids=["cannot", "not tested", "dynamic"],
 )
 def test_auto_is_transformers_for_others_and_says_why_once(make: Any, said: str, lines: list[str]) -> None:
     actor = Actor(make(), tokenizer=char_tokenizer())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_verl.models.attention import attention_problem
@@ -33,6 +34,11 @@ def native_problem(model: Any) -> str | None:
         return "it has no generate()"
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         return "its adapter puts tokens of its own in front of the prompts"
+    if kinds := _changing_rotary(model.config.get_text_config()):
+        return (
+            f"its rotary embedding ({', '.join(kinds)}) takes frequencies by the longest sample of a batch, so that a "
+            "sample would depend on the others"
+        )
     return None
 
 
@@ -43,3 +49,11 @@ def untested(model: Any) -> str | None:
         return problem
     family = model.config.get_text_config().model_type
     return None if family in TESTED else f"the native engine is not tested with the family {family!r}"
+
+
+def _changing_rotary(config: Any) -> list[str]:
+    """Kinds of rotary embeddings whose frequencies depend on the greatest position of a step."""
+    given = getattr(config, "rope_parameters", None) or {}
+    each = [given, *(entry for entry in given.values() if isinstance(entry, Mapping))]  # some have one by layer type
+    kinds = {str(entry.get("rope_type")) for entry in each}
+    return sorted(kind for kind in kinds if kind == "longrope" or "dynamic" in kind)

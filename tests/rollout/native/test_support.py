@@ -91,6 +91,32 @@ def test_attention_that_looks_ahead() -> None:
     assert refused(tiny_model("gemma3", use_bidirectional_attention=True)) == "its attention is not causal"
 
 
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
+    "original_max_position_embeddings": 32,
+}
+
+
+@pytest.mark.parametrize(("kind", "parameters"), [("dynamic", DYNAMIC), ("longrope", LONG)])
+def test_frequencies_that_depend_on_the_batch(kind: str, parameters: dict[str, Any]) -> None:
+    said = (
+        f"its rotary embedding ({kind}) takes frequencies by the longest sample of a batch, so that a sample would "
+        "depend on the others"
+    )
+    assert refused(tiny_model("llama", rope_parameters=parameters)) == said
+    default = {"rope_type": "default", "rope_theta": 1e4}
+    for layer_type in ("full_attention", "sliding_attention"):
+        layers = {"full_attention": default, "sliding_attention": default, layer_type: parameters}
+        assert refused(tiny_model("gemma3", rope_parameters=layers)) == said
+    assert native_problem(tiny_model("gemma3")) is None
+    for fixed in (default, {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}):
+        assert native_problem(tiny_model("llama", rope_parameters=fixed)) is None
+
+
 def test_families_that_no_test_holds() -> None:
     model = tiny_model("llama")
     model.config.model_type = "other"
