@@ -40,6 +40,9 @@ see 8 tokens, one of two of gemma2 and gemma3 sees 20; gemma2 caps scores and lo
 SCALES = {"gemma": 0.3, "gemma2": 0.03, "gemma3": 0.03}
 """Of their weights: at the usual one the embedding, scaled up and tied to the head, outweighs the layers, so that
 greedy decoding repeats the last token for ever."""
+LOOSER = {"gemma": 5e-5}
+"""Differences of log-probs that pass in long or sampled responses: its logits reach 9, those of the others 3, and CPUs
+without AVX-512 sum them in another order (3.1e-5 seen, 1.3e-5 after 60 tokens)."""
 LONG = list(range(3, 73))
 """More than two blocks of vLLM's cache, so that its start is taken from the prefix cache."""
 PROMPTS = [[1, 5, 9], [7], LONG, [11, 0, 12, 0], [3, 4, 8, 15, 16, 23, 30, 2]]  # pad and end tokens in prompts are real
@@ -224,7 +227,7 @@ def test_logprobs_are_those_of_the_distribution_that_was_sampled(family: str, na
         for place, token in enumerate(response):
             seen = {*prompt, *response[:place]}
             expected = adjusted(logits[place], seen, place, ends, sampling)
-            assert logprobs[place].item() == pytest.approx(expected[token].item(), abs=2e-5)
+            assert logprobs[place].item() == pytest.approx(expected[token].item(), abs=LOOSER.get(family, 2e-5))
             if sampling.temperature == 0:
                 assert token == expected.argmax()
         assert len(response) > sampling.min_new_tokens
@@ -311,9 +314,7 @@ def test_requests_that_vllm_puts_off_end_as_if_they_had_not_been(family: str) ->
     expected = reference(make_model(family), CROWD, CROWDED)
     assert responses(rollouts) == responses(expected)
     assert max(len(response) for response in responses(rollouts)) == 60
-    # gemma's logits reach 9, those of the others 3: fp32 rounds them to steps of 1e-6, and so what they are summed from
-    allowed = 2e-5 if family == "gemma" else 1e-5
-    torch.testing.assert_close(rollouts.logprobs, expected.logprobs, atol=allowed, rtol=0)
+    torch.testing.assert_close(rollouts.logprobs, expected.logprobs, atol=LOOSER.get(family, 1e-5), rtol=0)
 
 
 # ---- under the strategy ----------------------------------------------------------------------------------------------
