@@ -325,7 +325,7 @@ def measure(options: argparse.Namespace) -> Result:
     if device.type == "cuda" and shared and not options.no_vllm:
         speeds = run_vllm(shared, options.repeats, options.output.with_suffix(".vllm.json"))
     if speeds:
-        result.versions["vLLM"] = str(import_module("vllm").__version__)
+        result = replace(result, versions={**result.versions, "vLLM": str(import_module("vllm").__version__)})
     for work in works:
         case = replace(measure_case(work, options, device, rate), vllm=speeds.get(work.name, {}))
         result = result.with_case(case)
@@ -351,7 +351,8 @@ def _parser() -> argparse.ArgumentParser:
         default=["0.5B", "1.5B", "drawn", "7B", *PARTS],
         help="what is measured; the rest of the file stays",
     )
-    parser.add_argument("--main-shape", choices=SHAPES, default="1.5B", help="what all variants and vLLM run on")
+    shapes = [name for name in CASES if name in SHAPES]
+    parser.add_argument("--main-shape", choices=shapes, default="1.5B", help="what all variants and vLLM run on")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each engine, after one that does not count")
     parser.add_argument("--no-vllm", action="store_true", help="leave vLLM out")
     parser.add_argument("--no-transformers", action="store_true", help="leave generate out")

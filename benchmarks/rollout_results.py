@@ -13,9 +13,8 @@ from lightning_verl.tuning.shapes import SHAPES
 
 COMMAND = "python benchmarks/rollout.py --output docs/benchmarks/rollout.json"
 KNOWN_VLLM, TOLERANCE = {"with log-probs": 29_000, "without": 45_000}, 0.1
-"""Tokens a second that vLLM is known to make of the work below on one H200; a run in which it makes less by more does
-not count."""
-KNOWN_WORK = "1.5B, 32 x 8, 128 + 256 tokens"
+"""Tokens a second that vLLM is known to make of ``Work("1.5B")`` on one H200; a run in which it makes less by more than
+the tolerance does not count."""
 TESTED_GAP = 1e-5
 """Largest difference of log-probs that tests of tiny models allow in fp32."""
 
@@ -131,14 +130,9 @@ class Result:
     """What a reader has to know beside the figures."""
 
     def with_case(self, case: Case) -> Result:
-        """With a case in place of the one of the same work, or behind the others."""
-        names = [other.work.name for other in self.cases]
-        if case.work.name not in names:
-            return replace(self, cases=[*self.cases, case])
-        return replace(
-            self,
-            cases=[case if name == case.work.name else other for name, other in zip(names, self.cases, strict=True)],
-        )
+        """With a case in place of the one of the same work, or behind the others; a note was about the old figures."""
+        cases = {other.work: other for other in self.cases} | {case.work: case}
+        return replace(self, cases=list(cases.values()), note="")
 
 
 def save(path: Path, result: Result) -> None:
@@ -208,21 +202,22 @@ def page(result: Result) -> str:
 
 def _counting_lines(result: Result) -> list[str]:
     """Whether vLLM is as fast as it is known to be."""
-    speeds = next((case.vllm for case in result.cases if case.work.name == KNOWN_WORK), {})
+    known_work = Work("1.5B")
+    speeds = next((case.vllm for case in result.cases if case.work == known_work), {})
     if not speeds.keys() >= KNOWN_VLLM.keys():
         return []
     reached = {kind: speeds[kind].tokens_per_second / known for kind, known in KNOWN_VLLM.items()}
     verdict = "counts" if min(reached.values()) >= 1 - TOLERANCE else "does **not** count"
     shares = " and ".join(f"{share:.0%} of {KNOWN_VLLM[kind]:,} {kind}" for kind, share in reached.items())
     return [
-        f"Of the tokens a second that vLLM is known to make of {KNOWN_WORK}, it made {shares} here, so the run "
+        f"Of the tokens a second that vLLM is known to make of {known_work.name}, it made {shares} here, so the run "
         f"{verdict} (at least {1 - TOLERANCE:.0%}).",
         "",
     ]
 
 
 def _drawn_lines(result: Result) -> list[str]:
-    """Why drawn lengths give other multiples than equal ones of the same shape."""
+    """What drawn lengths change in a step, beside equal ones of the same shape."""
     lines: list[str] = []
     for case in (case for case in result.cases if case.work.drawn and case.vllm):
         equal = _with_equal_lengths(case, result)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -39,8 +40,11 @@ def test_everything_is_measured_and_kept(
     assert result.offload.swapped_bytes > 0
     assert result.offload.same_tokens == 1
     assert benchmark.page(result) in capsys.readouterr().out
+    results = benchmark.import_module("rollout_results")
+    results.save(path, replace(result, note="About these figures."))
     benchmark.main(["--only", "tiny drawn", "offload", "--repeats", "1", "--output", str(path)])
     again = benchmark.load(path)
+    assert again.note == ""
     assert again.cases[0] == result.cases[0]
     assert again.cases[1].work == result.cases[1].work
     assert again.cases[1] != result.cases[1], "other seconds"
